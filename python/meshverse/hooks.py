@@ -9,7 +9,7 @@ a change of the core can break.
 - `Rendezvous`: ranks wait for each other through the store, and exchange texts.
 - `WorldUniverses`, `universes_here`: the universes of a world.
 - `GroupRequest`: the ranks of a process group.
-- `find_group_optional`, `finest_coordinate`: the axes of a group by c10d's name; a rank's coordinate.
+- `find_group_optional`, `finest_coordinate`: a group's axes by c10d's name; a rank's coordinate.
 - `check_timeout`: raises unless it is a positive timedelta.
 """
 

@@ -66,7 +66,11 @@ def test_a_rank_is_named_by_the_mesh_with_the_most_axes() -> None:
         mesh = world.unflatten("world", (2, 1, 2), ("fsdp", "cp", "tp"))
         again = world.unflatten("world", (2, 2, 1), ("a", "b", "c"))
         assert live_coordinates(3) == {"fsdp": 1, "cp": 0, "tp": 1}
-        assert find_group(mesh.get_group("tp").group_name).coordinate == dict(fsdp=0, cp=0, tp=0)
+        assert find_group(mesh.get_group("tp").group_name).coordinate == {
+            "fsdp": 0,
+            "cp": 0,
+            "tp": 0,
+        }
         names = MeshNames(json.loads(world.universe.explain().to_json()))
         assert names.coordinates(3) == {"fsdp": 1, "cp": 0, "tp": 1}
         assert live_coordinates(4) == names.coordinates(4) == {}

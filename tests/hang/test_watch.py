@@ -292,7 +292,9 @@ def test_a_receive_right_after_one_that_was_reported_is_reported_too(crew: Crew)
     kept = [line for line in lines if line.startswith("Stuck:") or "no longer stuck" in line]
     for peer, (stuck, ended) in enumerate([kept[:2], kept[2:]], start=1):
         assert stuck.startswith(f"Stuck: recv on the default group, ranks 0, {peer}, for ")
-        assert ended.startswith(f"Rank 0: recv on the default group, ranks 0, {peer} is no longer stuck, ")
+        assert ended.startswith(
+            f"Rank 0: recv on the default group, ranks 0, {peer} is no longer stuck, "
+        )
 
 
 def _operations_of_looks(n_looks: int) -> Counter[str]:

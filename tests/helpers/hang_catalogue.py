@@ -193,13 +193,33 @@ CATALOGUE = [
             "mismatch",
             (
                 _EITHER,
-                "Before, rank 0 called all_reduce number 6 at me/train.py:8 in train; rank 3 "
-                "called all_reduce number 6 at me/train.py:8 in train. Recorded calls at these "
-                "lines: me/train.py:5 in train 3 by rank 0, 2 by rank 3; me/train.py:9 in train "
-                "0 by rank 0, 1 by rank 3.",
+                "Before, rank 0 called all_reduce number 6 at me/train.py:8 in train; rank 3 ",
+                "Recorded calls at these lines: me/train.py:5 in train 3 by rank 0, 2 by rank 3; ",
+                "me/train.py:9 in train 0 by rank 0, 1 by rank 3.",
             ),
             _NO_SKIP,
         ),
+        gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
+    ),
+    CataloguedHang(
+        "a rank repeats a call of earlier rounds",
+        "x=4",
+        Job([_STEP * 4] * 3 + [[*_STEP * 2, _GATHER, _GATHER, *_STEP[1:], *_STEP]]),
+        Verdict("mismatch", (_EITHER,), _NO_SKIP),
+        gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
+    ),
+    CataloguedHang(
+        "a rank makes an extra call before the first round",
+        "x=4",
+        Job([_STEP] * 3 + [[_LOG, *_STEP]]),
+        Verdict("mismatch", (_EITHER,), _NO_SKIP),
+        gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
+    ),
+    CataloguedHang(
+        "a rank makes an extra call between rounds",
+        "x=2",
+        Job([_STEP * 4, [*_STEP * 2, reduces("world", "broadcast", line=9), *_STEP * 2]]),
+        Verdict("mismatch", (_EITHER,), _NO_SKIP),
         gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
     ),
     CataloguedHang(

@@ -19,7 +19,7 @@ from meshverse._torch_compat.flight_recorder import (
     stands_in_p2p,
     wait_of_frame,
 )
-from meshverse.hooks import RunStore, finest_coordinate, find_group_optional, universes_here
+from meshverse.hooks import RunStore, find_group_optional, finest_coordinate, universes_here
 
 from .records import (
     KEPT,

@@ -178,9 +178,7 @@ class RankRecord:
         return replace(self, groups=groups, calls=calls, doing_in=doing_in)
 
 
-def record_of(
-    dump: Mapping[str, Any], rank: int, time: float, *, n_kept: int = KEPT
-) -> RankRecord:
+def record_of(dump: Mapping[str, Any], rank: int, time: float, *, n_kept: int = KEPT) -> RankRecord:
     """Return the record in a dump of torch's flight recorder.
 
     Args:

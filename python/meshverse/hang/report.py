@@ -371,19 +371,18 @@ class ReportFormatter(NamedTuple):
             )
             lines.append(f"{what} {said}".strip())
         number = "" if one.call.is_p2p else f" as number {one.call.number:,}"
-        return (
-            f"the ranks make different calls{number}: {', and '.join(lines)}"
-            + (
-                f". {self._skipped(one.skip)}"
-                if one.skip is not None
-                else ". Either a rank skipped an earlier call, or its arguments are wrong."
-                + self._before(one)
-            )
+        return f"the ranks make different calls{number}: {', and '.join(lines)}" + (
+            f". {self._skipped(one.skip)}"
+            if one.skip is not None
+            else ". Either a rank skipped an earlier call, or its arguments are wrong."
+            + self._before(one)
         )
 
     def _skipped(self, skip: Skip) -> str:
         who, call = self.ranks(skip.ranks), skip.call
-        several = "" if skip.n_skipped in (None, 1) else f"{skip.n_skipped} calls, the first of them "
+        several = (
+            "" if skip.n_skipped in (None, 1) else f"{skip.n_skipped} calls, the first of them "
+        )
         how = (
             "in earlier rounds of these calls, it comes before what "
             f"{'they called' if len(skip.ranks) > 1 else 'it called'} instead"
@@ -412,8 +411,7 @@ class ReportFormatter(NamedTuple):
         counts = {rank: Counter(call.line for call in one.histories[rank]) for rank in shown}
         said = "; ".join(f"rank {r} called {_called(c)}{_at(c.line)}" for r, c in before.items())
         often = "; ".join(
-            f"{_short(line)} "
-            + ", ".join(f"{counts[rank][line]} by rank {rank}" for rank in shown)
+            f"{_short(line)} " + ", ".join(f"{counts[rank][line]} by rank {rank}" for rank in shown)
             for line in lines
         )
         return (f" Before, {said}." if said else "") + (

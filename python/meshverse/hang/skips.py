@@ -2,8 +2,10 @@
 
 The ranks of a group make the same calls, so after a skipped one, the calls of its rank equal those
 of the others shifted by one or more. Two things show who skipped: calls after that one, or earlier
-rounds (such as training steps) in which the same calls repeat. A skip is named only if exactly one
-rank can have skipped a call, as others make an extra call, or use other arguments or another order.
+rounds (such as training steps) in which the same calls repeat. A skip is named only if nothing else
+explains the calls as well: that another rank skipped one, or that this rank made an extra call.
+Without earlier rounds, an extra call of one rank looks like a skip of the others: the fewer ranks are
+those that did otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ HistoryOf = Callable[[int], RankRecord | None]
 
 
 class _Made(NamedTuple):
-    """What is compared of a call. The label stands for the groups along one axis."""
+    """Values of a call that are compared. The label stands for the groups along one axis."""
 
     label: str
     operation: str
@@ -85,7 +87,8 @@ def _find_in_group(one: Stuck, history_of: HistoryOf) -> None:
     if len(found) != 1 or (skip := found.pop()) is None:
         return
     ranks, others = partitions[0][skip.skipper], partitions[0][1 - skip.skipper]
-    if len(ranks) <= _MOST_RANKS:  # all of them were compared
+    is_sure = skip.is_by_rounds or len(ranks) < len(others)
+    if is_sure and len(ranks) <= _MOST_RANKS:  # all of them were compared
         call = next(call for call in one.histories[others[0]] if call.number == skip.at)
         one.skip = Skip(ranks, others, call, one.seen, skip.n_skipped, skip.is_by_rounds)
 
@@ -135,6 +138,8 @@ def _find_on_cycle(cycle: Sequence[Stuck], history_of: HistoryOf) -> Skip | None
                 for rank, own in where.waiting.items()
                 if rank != skipper and (own.number, own.line) == (call.number, call.line)
             ]
+            if not skip.is_by_rounds and len(others) < 2:
+                continue
             said = Skip(
                 [skipper], others or [other], call, where.seen, skip.n_skipped, skip.is_by_rounds
             )
@@ -193,21 +198,17 @@ def _compare(one: Mapping[int, _Made], other: Mapping[int, _Made]) -> _Found | N
     while begin - 1 in one and begin - 1 in other:
         begin -= 1
     before = [one[index] for index in range(begin, at)]
-    after = [
-        [made for index, made in sorted(each.items()) if index >= at] for each in (one, other)
-    ]
+    after = [[made for index, made in sorted(each.items()) if index >= at] for each in (one, other)]
     n_round = _round(before)
     if n_round is not None:
         usual = before[-n_round:]
-        fits = {
-            skipper: n_skipped
-            for skipper in (0, 1)
-            if _follows(after[1 - skipper], usual, 0)
-            and (n_skipped := [k for k in range(1, n_round) if _follows(after[skipper], usual, k)])
-        }
-        if len(fits) == 1:
-            ((skipper, counts),) = fits.items()
-            return _Found(skipper, at, counts[0] if len(counts) == 1 else None, True)
+        skipper = 1 if _follows(after[0], usual, 0) else 0
+        counts = [k for k in range(1, n_round) if _follows(after[skipper], usual, k)]
+        # To skip k calls of a round is to repeat all but k of them, which is likelier for a large k.
+        is_sure = _follows(after[1 - skipper], usual, 0) and bool(counts)
+        if not is_sure or 2 * max(counts) >= n_round:
+            return None
+        return _Found(skipper, at, counts[0] if len(counts) == 1 else None, True)
     shifts = [
         (skipper, n_skipped)
         for skipper in (0, 1)

@@ -44,7 +44,7 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _LOOKS_A_SECOND = 2_000  # most looks of all ranks together, which limits the store's load
 _SECONDS_TO_STOP = 2.0
 _SECONDS_TO_ANSWER, _LONGEST_SECONDS_TO_ANSWER = 0.5, 8.0  # for the other ranks, at an alarm
-_HISTORY = 512  # completed collectives of each group, for which ranks look for a skipped one
+_HISTORY = 512  # completed collectives of each group, among which a skipped one is looked for
 _SECONDS_TO_KEEP = 120.0  # keys in the store that a rank wrote at an alarm
 
 
@@ -54,8 +54,8 @@ class Hang:
 
     Attributes:
         text: verdict, as it is logged.
-        groups: the same as data: for each reported group, its ranks, call, missing ranks, and cause:
-            "deadlock", "mismatch", "missing", "partner", "late", "unknown" or "follows".
+        groups: the same as data: for each reported group, its ranks, call, missing ranks and cause,
+            which is "deadlock", "mismatch", "missing", "partner", "late", "unknown" or "follows".
         is_logged_here: whether this rank logs the verdict. One rank of the group does; without the
             store, each rank logs its own.
     """
