@@ -4,8 +4,8 @@ The ranks of a group make the same calls, so after a skipped one, the calls of i
 of the others shifted by one or more. Two things show who skipped: calls after that one, or earlier
 rounds (such as training steps) in which the same calls repeat. A skip is named only if nothing else
 explains the calls as well: that another rank skipped one, or that this rank made an extra call.
-Without earlier rounds, an extra call of one rank looks like a skip of the others: the fewer ranks are
-those that did otherwise.
+Without earlier rounds, an extra call of one rank looks like a skip of the others, so only fewer
+ranks than half of them are named.
 """
 
 from __future__ import annotations
@@ -104,12 +104,10 @@ def _find_on_cycle(cycle: Sequence[Stuck], history_of: HistoryOf) -> Skip | None
         mine, theirs = history_of(rank), history_of(missing)
         if mine is None or theirs is None:
             continue
-        labels = {
-            history.groups[name].label
-            for history in (mine, theirs)
-            for each in cycle
-            if (name := _own_name(each.group, history)) in history.groups
-        }
+        # Also groups that are not on the cycle: their calls tell rounds apart from repeated calls.
+        labels = set.intersection(
+            *({seen.label for seen in history.groups.values()} for history in (mine, theirs))
+        )
         calls = [
             [c for c in history.calls if not c.is_p2p and history.groups[c.group].label in labels]
             for history in (mine, theirs)
@@ -204,7 +202,7 @@ def _compare(one: Mapping[int, _Made], other: Mapping[int, _Made]) -> _Found | N
         usual = before[-n_round:]
         skipper = 1 if _follows(after[0], usual, 0) else 0
         counts = [k for k in range(1, n_round) if _follows(after[skipper], usual, k)]
-        # To skip k calls of a round is to repeat all but k of them, which is likelier for a large k.
+        # To skip k calls of a round is to repeat all but k, which is the likelier for a large k.
         is_sure = _follows(after[1 - skipper], usual, 0) and bool(counts)
         if not is_sure or 2 * max(counts) >= n_round:
             return None
