@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -291,6 +293,51 @@ def test_shards_of_fsdp1_are_refused_by_name(crew: Crew, tmp_path: Path) -> None
             "'parameters._fsdp_wrapped_module._flat_param' is a FlatParameter, whose parts"
         )
         assert "Use fully_shard (FSDP2) in place of" in of_state
+
+
+# --- What a save and a load leave behind ----------------------------------------------------------
+
+_CHANGING, _STEPS = 50, 20
+
+
+def _held(root: Path) -> dict[str, int]:
+    """Return what this process and all folders have, while no rank saves."""
+    dist.barrier()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    held = {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "maps of files": sum("/" in line for line in maps),
+        "files": sum(path.is_file() for path in root.rglob("*")),
+    }
+    dist.barrier()
+    return held
+
+
+def _save_and_load_often(root: Path) -> tuple[list[dict[str, int]], list[int]]:
+    tensor, held, blocks = _state(1)["sharded"], [], []
+    for _ in range(4):  # attempts
+        snapshot, state = Snapshot(_folder(root), copies=1), {"sharded": tensor}
+        first = snapshot.load({**state, "numbers": [0.0] * _CHANGING}) or 0
+        for step in range(first + 1, first + 1 + _STEPS):
+            if step == first + 4:  # as many saves as fill the folder
+                held.append(_held(root))
+                blocks.append(sys.getallocatedblocks())
+            snapshot.save(step, {**state, "numbers": [step + i / 7 for i in range(_CHANGING)]})
+            dist.barrier()
+        held.append(_held(root))
+        blocks.append(sys.getallocatedblocks())
+    return held, blocks
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts are read from /proc")
+def test_nothing_grows_with_saves_and_loads(crew: Crew, tmp_path: Path) -> None:
+    for held, blocks in crew.run(_save_and_load_often, 4, tmp_path):
+        assert held[0]["files"] == 4 * 2 * 2  # ranks; kept steps; own files and copies
+        assert held[2:] == [held[2]] * len(held[2:])
+        # Fewer of Python's blocks of memory than one for each number that was saved.
+        grown = [after - before for before, after in zip(blocks[2::2], blocks[3::2], strict=True)]
+        assert max(grown) < _CHANGING * (_STEPS - 3)
 
 
 # --- Kills in the middle of a save ---------------------------------------------------------------

@@ -115,7 +115,7 @@ class Snapshot:
         self._finish_file(name, file)
         if self.copies:
             self._exchange_copies(name, file)
-        self._last, self._n_saved = step, self._n_saved + 1
+        self._last, self._n_saved, self._pickles = step, self._n_saved + 1, contents.pickles
 
     def _begin_file(self, name: FileName, n_bytes: int) -> SnapshotFile:
         """Return a file to write, under a name that no load reads: the oldest, or a new one."""
