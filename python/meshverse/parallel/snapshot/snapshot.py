@@ -88,8 +88,10 @@ class Snapshot:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy this rank's part of the state into memory.
 
-        Afterwards, the state may change. GPU tensors are copied synchronously, without overlap with
-        the next step. With `copies=1`, it also waits for the copy, which the ranks send each other.
+        Afterwards, the state may change. GPU tensors are copied synchronously, as a copy beside the
+        next step must end before your program changes the state: pass what
+        `torch.distributed.checkpoint.staging.DefaultStager` copied then. With `copies=1`, it also
+        waits for the copy, which the ranks send each other.
 
         Args:
             step: number of the state; larger than the last one.
