@@ -263,6 +263,10 @@ class Snapshot:
             sources.append(flat)
         return sources
 
+    def parts_to_revive(self) -> tuple[object, ...]:
+        """Return what `meshverse.revive` looks at for process groups, besides this object."""
+        return ()
+
     # --- Runs and hosts --------------------------------------------------------------------------
 
     def _begin(self) -> None:
