@@ -108,9 +108,11 @@ class Soak:
 
     def hosts(self) -> list[list[Rank]]:
         """Return the living ranks of each host."""
-        notes = {note.name.split(".")[2]: note for note in (self.folder / "losses").iterdir()}
+        notes: dict[int, list[Path]] = {}
+        for note in sorted((self.folder / "losses").iterdir()):
+            notes.setdefault(int(note.name.split(".")[2]), []).append(note)
         return [
-            [Rank(one, notes[str(one.pid)]) for one in _below(agent) if str(one.pid) in notes]
+            [Rank(one, note) for one in _below(agent) if (note := _of(one, notes.get(one.pid)))]
             for agent in self.agents
         ]
 
@@ -199,6 +201,18 @@ class Soak:
 def _is_moment(doing: set[str], ranks: list[Rank]) -> bool:
     does = {rank.does() for rank in ranks}
     return bool(does & doing) and ("load" in doing or not does & {"begin", "load", "first step"})
+
+
+def _of(process: psutil.Process, notes: list[Path] | None) -> Path | None:
+    """Return the newest of the notes under a process's number, if this process made it.
+
+    Numbers are used again, also by processes that are no ranks.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        since = process.create_time() - 1  # the clock of processes starts at a whole second
+        if notes and int(notes[-1].name.split(".")[0]) / 1e9 > since:
+            return notes[-1]
+    return None
 
 
 def _below(agent: Forked) -> list[psutil.Process]:
