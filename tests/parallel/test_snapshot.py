@@ -75,6 +75,22 @@ def test_losses_after_a_load_equal_those_without_one(
         assert len(names_in(tmp_path / host)) <= 4 * 2 * (1 + copies)
 
 
+def _begin_anew(root: Path) -> list[float]:
+    job, snapshot = Job(1), Snapshot(_folder(root))
+    assert snapshot.load(job.state) is None
+    losses = [job.step() for _ in range(3)]
+    snapshot.save(3, job.state)
+    return losses
+
+
+def test_a_job_that_finds_a_part_of_a_step_begins_like_one_that_finds_nothing(
+    crew: Crew, tmp_path: Path
+) -> None:
+    losses = crew.run(_begin_anew, 4, tmp_path)
+    shutil.rmtree(tmp_path / "host1")
+    assert crew.run(_begin_anew, 4, tmp_path) == losses
+
+
 def _values(job: Job) -> dict[str, torch.Tensor]:
     values = dict(job.model.named_parameters())
     for name, parameter in job.model.named_parameters():
