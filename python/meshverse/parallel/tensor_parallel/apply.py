@@ -137,8 +137,9 @@ def apply_tp_plan(
     untried = try_plan(model, planned, counts, tp_mesh.size())
     if untried and not has_hf_plan(model):
         _logger.warning(
-            "%s: the forward of %s needs more than hidden states, so it was not tried whether "
-            "ranks' parts of it give the same. Compare a loss and gradients with one process.",
+            "%s: it was not tried whether ranks' parts of %s give the same: the forward runs "
+            "neither in a run of the model on token ids or hidden states nor on hidden states "
+            "alone, or has layers with other styles. Compare a loss and gradients with one process.",
             type(model).__name__,
             untried[:6],
         )
