@@ -71,7 +71,8 @@ class _Call:
     def take(self, rank: int, given: Tensor) -> Tensor:
         self.before[rank] = given
         self.after[rank] = self.outputs[rank].detach().requires_grad_()
-        return self.after[rank].clone()  # which may be changed in place
+        # A view: changed in place, it raises an error, as torch's local tensors do.
+        return self.after[rank].view_as(self.after[rank])
 
 
 def is_emulated(module: nn.Module, style: ParallelStyle) -> bool:
@@ -311,8 +312,9 @@ def relative_error(seen: Tensor | None, expected: Tensor, floor: float = 0.0) ->
     """
     if seen is None or seen.shape != expected.shape:
         return float("inf")
-    difference = float((seen - expected).float().norm())
-    return difference and difference / max(float(expected.float().norm()), floor, 1e-30)
+    seen, expected = seen.detach().float(), expected.detach().float()
+    difference = float((seen - expected).norm())
+    return difference and difference / max(float(expected.norm()), floor, 1e-30)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -47,6 +47,10 @@ _OF_OUTPUT = (
     "computes from a number of heads in an attribute, name such numbers in LocalParameters, or "
     "remove its layers from the plan."
 )
+_IN_PLACE = (
+    "An output of a split layer must not be changed in place, as torch refuses it in training: "
+    "change a copy."
+)
 _OF_GRADIENTS = (
     "Between a column-wise and a row-wise layer, a gradient is that of one rank's own features, "
     "and is summed over the ranks only in the column-wise layer and where an entry of the plan "
@@ -336,7 +340,7 @@ class _Trial:
         try:
             outputs = ranks.run(forward)
         except Exception as error:  # noqa: BLE001
-            return f"{type(error).__name__}: {error} {_OF_OUTPUT}"
+            return f"a rank raises {type(error).__name__}: {error} {_IN_PLACE} {_OF_OUTPUT}"
         error = max(relative_error(each, expected) for each in outputs)
         if not error < _LARGEST_ERROR:  # NaN, too
             return f"the relative error of the output is {error:.2g}. {_OF_OUTPUT}"
