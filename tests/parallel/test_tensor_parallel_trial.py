@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
-from tp_models import BOUND
+from tp_models import BOUND, FEATURES, HEADS, WIDTH, mesh_of_two, run
 
-import meshverse
 from helpers.crew import Crew
 from helpers.worlds import fake_world
 from meshverse.parallel import (
@@ -28,7 +27,7 @@ from meshverse.parallel import (
     apply_tp_plan,
 )
 
-WIDTH, HEADS, FEATURES, TOKENS, INNER = 12, 4, 6, 5, 16
+INNER = 16
 
 
 class Attention(nn.Module):
@@ -369,12 +368,10 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
         UP_DOWN | {"conv": LocalParameters(dict.fromkeys(("weight", "bias", "groups"), Shard(0)))},
     ),
     "own layers": (OwnLayers, UP_DOWN),
-    "temperature": (Temperature, QKV | {"": LocalParameters(summed=["temperature"])}),
     "detached": (Detached, UP_DOWN),
 }
 _TRIED = "computes something else with 2 ranks' parts"
 _GRADIENT = f"{_TRIED}.*relative error of the gradient of "
-_NO_ENTRY = "has no entry for the parameters"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
     **{
         each.__name__: (each, QKV, _TRIED)
@@ -384,9 +381,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         each.__name__: (each, UP_DOWN, _TRIED)
         for each in (Softmax, FunctionalNorm, GroupNorm, Halves, DividedByWidth, Transposed)
     },
-    **{each.__name__: (each, QKV, _NO_ENTRY) for each in (PerHead, LayerScale, RelativeBias)},
-    **{each.__name__: (each, UP_DOWN, _NO_ENTRY) for each in (Gated, Convolved)},
-    "shared norm": (SharedNorm, _TWICE, _NO_ENTRY),
     "one of two": (
         SharedNorm,
         _TWICE | {"first.norm": ReplicatedWithGradAllreduce()},
@@ -433,25 +427,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
 def make(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return build().double()
-
-
-def mesh_of_two() -> meshverse.DeviceMesh:
-    return meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def run(model: nn.Module) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    given = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
-    output = model(given.requires_grad_())
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    (output * weights).sum().backward()
-    seen = {"output": output.detach(), "input": given.grad}
-    seen |= {name: full(each.grad) for name, each in model.named_parameters()}
-    return {name: each for name, each in seen.items() if each is not None}
 
 
 def all_errors() -> dict[str, float]:

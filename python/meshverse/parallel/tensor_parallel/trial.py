@@ -17,7 +17,7 @@ import contextlib
 import copy
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils._pytree import tree_map
 
 from meshverse._torch_compat.module_hooks import remove_forward_hooks
 from meshverse.parallel.models.modules import child_name
@@ -70,35 +69,49 @@ class _AllSeen(Exception):  # noqa: N818  (no error: it ends a run)
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Arguments of a forward. Those tensors require gradients that got them in the model."""
+    """Arguments of a forward. Those tensors require gradients that do in the model."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
     @classmethod
-    def seen(cls, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Inputs:
-        def keep(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.detach().clone().requires_grad_(value.requires_grad)
+    def seen(cls, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Inputs:
+        """Copy the arguments that a forward gets.
 
-        return cls(*tree_map(keep, (arguments, keywords)))
+        Raises:
+            Exception: an argument cannot be copied, such as a dict or cache of tensors that require
+                gradients. These may be other modules' split activations, of which a rank has some.
+        """
+        names = {name: _copied(each, _copy_of) for name, each in keywords.items()}
+        return cls(_copied(arguments, _copy_of), names)
 
     def run(self, module: nn.Module) -> tuple[Tensor | None, list[Tensor]]:
         """Return the first tensor of the module's output, and the inputs that require gradients."""
         leaves = []
 
-        def fresh(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return copy.deepcopy(value)
-            own = value.detach().clone()
-            if not value.requires_grad:
+        def fresh(tensor: Tensor) -> Tensor:
+            own = _copy_of(tensor)
+            if not own.requires_grad:
                 return own
-            leaves.append(own.requires_grad_())
+            leaves.append(own)
             return own.clone()  # which may be changed in place
 
-        arguments, keywords = tree_map(fresh, (self.arguments, self.keywords))
+        arguments = _copied(self.arguments, fresh)
+        keywords = {name: _copied(each, fresh) for name, each in self.keywords.items()}
         return _first_tensor(module(*arguments, **keywords)), leaves
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _copied(value: Any, copy_of: Callable[[Tensor], Tensor]) -> Any:
+    """Copy arguments, with a function that copies the tensors among them."""
+    if isinstance(value, Tensor):
+        return copy_of(value)
+    if type(value) in (tuple, list):
+        return type(value)(_copied(each, copy_of) for each in value)
+    return copy.deepcopy(value)
 
 
 def try_plan(
@@ -143,7 +156,8 @@ def try_plan(
     for region, trial in trials.items():
         try:
             problem = trial.problem(inputs.get(region))
-        except _Untried:
+        except _Untried as reason:
+            _logger.info("%s was not tried: %s", region or type(model).__name__, reason)
             untried.add(region)
             continue
         if problem:
@@ -175,10 +189,11 @@ class _RandomCopies:
         for each in module.parameters():
             scale = each.shape[-1] ** -0.5 if each.ndim > 1 else 1.0
             memo[id(each)] = nn.Parameter(self._weight(each.shape, scale))
-        for each in module.buffers():
-            if each.is_meta:
-                values = self.random(*each.shape)
-                memo[id(each)] = values if each.is_floating_point() else values.zero_().to(each.dtype)
+        for buffer in module.buffers():
+            if buffer.is_meta:
+                values = self.random(*buffer.shape)
+                is_float = buffer.is_floating_point()
+                memo[id(buffer)] = values if is_float else values.zero_().to(buffer.dtype)
         copied = copy.deepcopy(module, memo)
         for buffer in copied.buffers():
             if buffer.is_floating_point():
@@ -225,7 +240,7 @@ class _RandomCopies:
 
 def _inputs_in(model: nn.Module, wanted: Collection[str]) -> dict[str, _Inputs]:
     """Return the inputs that modules get in a run of the whole model, of those that it reaches."""
-    seen: dict[str, _Inputs] = {}
+    seen: dict[str, _Inputs | None] = {}
     copies = _RandomCopies(model)
     try:
         copied = copies.copy(model)
@@ -233,10 +248,14 @@ def _inputs_in(model: nn.Module, wanted: Collection[str]) -> dict[str, _Inputs]:
         return {}
 
     def watch(name: str) -> None:
-        begun: list[_Inputs] = []
+        begun: list[_Inputs | None] = []
 
         def before(module: nn.Module, arguments: Any, keywords: Any) -> None:
-            begun.append(_Inputs.seen(arguments, keywords))
+            try:
+                begun.append(_Inputs.seen(arguments, keywords))
+            except Exception as error:  # noqa: BLE001  (what cannot be copied raises anything)
+                _logger.info("%s gets arguments that cannot be copied: %s", name, error)
+                begun.append(None)
 
         def after(module: nn.Module, arguments: Any, output: Any) -> None:
             seen.setdefault(name, begun[-1])
@@ -255,21 +274,28 @@ def _inputs_in(model: nn.Module, wanted: Collection[str]) -> dict[str, _Inputs]:
         try:
             with copies.undisturbed():
                 copied(given, **keywords)
-        except _AllSeen:
+        except _AllSeen:  # noqa: PERF203
             break
-        except Exception as error:  # noqa: BLE001, PERF203  (a forward raises anything)
+        except Exception as error:  # noqa: BLE001  (a forward raises anything)
             _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
-    return seen
+    return {name: each for name, each in seen.items() if each is not None}
 
 
-def _candidates(copies: _RandomCopies, module: nn.Module) -> Iterator[Tensor]:
-    """Yield inputs that a module's forward may take: token ids, hidden states of each width."""
-    inside = [*module.modules()]
-    if vocabularies := [each.num_embeddings for each in inside if isinstance(each, nn.Embedding)]:
-        ids = torch.arange(_SEQUENCES * _TOKENS, device=copies.device) % min(vocabularies)
+def _candidates(copies: _RandomCopies, model: nn.Module) -> Iterator[Tensor]:
+    """Yield inputs that a model's forward may take: token ids, hidden states of each width."""
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    if tables:
+        ids = torch.arange(_SEQUENCES * _TOKENS, device=copies.device)
+        ids %= min(each.num_embeddings for each in tables)
         yield ids.reshape(_SEQUENCES, _TOKENS)
-    for width in dict.fromkeys(each.in_features for each in inside if isinstance(each, nn.Linear)):
-        yield copies.random(_SEQUENCES, _TOKENS, width).requires_grad_()
+    for given in _hidden_states(copies, model):
+        yield from given.arguments
+
+
+def _hidden_states(copies: _RandomCopies, module: nn.Module) -> Iterator[_Inputs]:
+    layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    for width in dict.fromkeys(each.in_features for each in layers):
+        yield _Inputs((copies.random(_SEQUENCES, _TOKENS, width).requires_grad_(),), {})
 
 
 class _Trial:
@@ -300,69 +326,87 @@ class _Trial:
         try:
             whole = copies.copy(self.module)
         except Exception as error:  # attributes that cannot be copied raise anything
-            raise _Untried from error
+            raise _Untried(f"it cannot be copied: {error!r}") from error
         outside = placements_inside(whole, self._styles)
-        for name, each in whole.named_parameters():
-            each.requires_grad_(name in outside)
-        given = [inputs] if inputs else [_Inputs((x,), {}) for x in _candidates(copies, whole)]
-        for each in given:
-            with contextlib.suppress(_Untried), copies.undisturbed():
-                return self._compare(copies, whole, each)
-        raise _Untried
+        for name, parameter in whole.named_parameters():
+            parameter.requires_grad_(name in outside)
+        reasons = []
+        for given in [inputs] if inputs else _hidden_states(copies, whole):
+            try:
+                with copies.undisturbed():
+                    return self._compare(copies, whole, given)
+            except _Untried as reason:  # noqa: PERF203
+                reasons.append(str(reason))
+        raise _Untried("; ".join(reasons))
 
     def _compare(self, copies: _RandomCopies, whole: nn.Module, inputs: _Inputs) -> str:
-        shared: dict[int, Any] = {id(each): each for each in whole.parameters()}
-        try:
-            with copies.same_random_state():
-                expected, leaves = inputs.run(copy.deepcopy(whole, shared))
-        except Exception as error:  # a forward raises anything
-            raise _Untried from error
-        if expected is None or not expected.isfinite().all():
-            raise _Untried
-        gradient = copies.random(*expected.shape)
-        if expected.requires_grad:
-            expected.backward(gradient)
-        known = {f"input {number}": each.grad for number, each in enumerate(leaves)}
-        known |= {f"{name!r}": each.grad for name, each in whole.named_parameters()}
-        for each in whole.parameters():
-            each.grad = None
-
+        expected, gradient, known = self._run_whole(copies, whole, inputs)
         ranks = EmulatedRanks(whole, self._styles, self._counts, self._size)
-        own_leaves: dict[int, list[Tensor]] = {}
+        leaves: dict[int, list[Tensor]] = {}  # by rank
 
         def forward(rank: int, module: nn.Module) -> Tensor:
             with copies.same_random_state():
-                output, own_leaves[rank] = inputs.run(module)
+                output, leaves[rank] = inputs.run(module)
             if output is None:
                 raise TypeError("A rank's output has no tensor.")
             return output
 
         try:
             outputs = ranks.run(forward)
-        except Exception as error:  # noqa: BLE001
-            return f"a rank raises {type(error).__name__}: {error} {_IN_PLACE} {_OF_OUTPUT}"
+        except Exception as failure:  # noqa: BLE001  (a forward raises anything)
+            return f"a rank raises {type(failure).__name__}: {failure} {_IN_PLACE} {_OF_OUTPUT}"
         error = max(relative_error(each, expected) for each in outputs)
         if not error < _LARGEST_ERROR:  # NaN, too
             return f"the relative error of the output is {error:.2g}. {_OF_OUTPUT}"
         try:
             ranks.backward(outputs, gradient)
-        except Exception as error:  # noqa: BLE001
-            return f"{type(error).__name__}: {error} {_OF_GRADIENTS}"
-        found = {
-            f"input {number}": [own[number].grad for own in own_leaves.values()]
-            for number in range(len(leaves))
-        }
-        found |= {f"{name!r}": each for name, each in ranks.gradients().items()}
+        except Exception as failure:  # noqa: BLE001
+            return f"{type(failure).__name__}: {failure} {_OF_GRADIENTS}"
+        found = {f"{name!r}": each for name, each in ranks.gradients().items()}
+        for number in range(len(leaves[0])):
+            found[_input(number)] = [own[number].grad for own in leaves.values()]
         name, error = _worst_gradient(known, found)
         if not error < _LARGEST_ERROR:
             return f"the relative error of the gradient of {name} is {error:.2g}. {_OF_GRADIENTS}"
         return ""
 
+    def _run_whole(
+        self, copies: _RandomCopies, whole: nn.Module, inputs: _Inputs
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+        """Return the output, the gradient that it is given, and gradients by name.
+
+        Raises:
+            _Untried: the forward does not run on the inputs.
+        """
+        shared: dict[int, Any] = {id(each): each for each in whole.parameters()}
+        try:
+            with copies.same_random_state():
+                output, leaves = inputs.run(copy.deepcopy(whole, shared))
+        except Exception as error:  # a forward raises anything
+            raise _Untried(repr(error)) from error
+        if output is None or not output.isfinite().all():
+            raise _Untried(f"its output is {output}")
+        gradient = copies.random(*output.shape)
+        if output.requires_grad:
+            torch.autograd.backward([output], [gradient])
+        known = {f"{name!r}": each.grad for name, each in whole.named_parameters()}
+        known |= {_input(number): each.grad for number, each in enumerate(leaves)}
+        for parameter in whole.parameters():
+            parameter.grad = None
+        return output.detach(), gradient, known
+
+
+def _input(number: int) -> str:
+    return f"input {number}"
+
 
 def _worst_gradient(
     known: Mapping[str, Tensor | None], found: Mapping[str, list[Tensor | None]]
 ) -> tuple[str, float]:
-    finite = {name: each for name, each in known.items() if each is not None and each.isfinite().all()}
+    """Return the name and relative error of the gradient that is most wrong on any rank."""
+    finite = {
+        name: each for name, each in known.items() if each is not None and each.isfinite().all()
+    }
     sizes = {name: each.numel() ** 0.5 for name, each in finite.items()}
     largest = max((float(each.norm()) / sizes[name] for name, each in finite.items()), default=0.0)
     errors = {
