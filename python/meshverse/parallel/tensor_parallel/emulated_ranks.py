@@ -37,7 +37,7 @@ _ROW_WISE = (RowwiseParallel, PackedRowwiseParallel)
 _SPLIT = (*_COLUMN_WISE, *_ROW_WISE)
 
 
-class RanksDifferError(Exception):
+class NotReplicatedError(Exception):
     """Ranks have different values where tensor parallelism needs the same."""
 
 
@@ -140,7 +140,7 @@ class EmulatedRanks:
                 output. It may be called several times for a rank.
 
         Raises:
-            RanksDifferError: the ranks call different layers, or with different inputs.
+            NotReplicatedError: the ranks call different layers, or with different inputs.
         """
         while True:  # all ranks run up to the next row-wise layer
             outputs, stopped = [], []
@@ -155,19 +155,19 @@ class EmulatedRanks:
                 else:
                     if self._n_calls < len(self._calls):
                         name = self._calls[self._n_calls].name
-                        raise RanksDifferError(f"A rank does not call {name!r}, and another one does.")
+                        raise NotReplicatedError(f"A rank calls {name!r}, and another does not.")
             if not stopped:
                 return outputs
             names = {each.name for each in stopped}
             if outputs or len(names) > 1:
-                raise RanksDifferError(f"Some ranks call {sorted(names)}, and others do not.")
+                raise NotReplicatedError(f"Some ranks call {sorted(names)}, and others do not.")
             self._add_row_wise(stopped[0].name, [each.features for each in stopped])
 
     def backward(self, outputs: list[Tensor], gradient: Tensor) -> None:
         """Accumulate the gradients of all inputs and parameters, given that of the output.
 
         Raises:
-            RanksDifferError: ranks have different gradients of a row-wise layer's output.
+            NotReplicatedError: ranks have different gradients of a row-wise layer's output.
         """
         for output in outputs:
             _backward(output, gradient)
@@ -242,9 +242,9 @@ class EmulatedRanks:
             return None
         call = self._calls[self._n_calls - 1]
         if call.name != name:
-            raise RanksDifferError(f"A rank calls {name!r}, and another one {call.name!r}.")
+            raise NotReplicatedError(f"A rank calls {name!r}, and another one {call.name!r}.")
         if not isinstance(call.style, _ROW_WISE) and relative_error(given, call.given) > 1e-3:
-            raise RanksDifferError(f"Ranks give {name!r} different inputs.")
+            raise NotReplicatedError(f"Ranks give {name!r} different inputs.")
         return call
 
     def _column_wise(self, rank: int, name: str, given: Tensor) -> Tensor:
@@ -298,7 +298,9 @@ class EmulatedRanks:
         if isinstance(call.style, _COLUMN_WISE):
             return [*torch.autograd.grad(call.outputs, call.given, given)] * self._size
         if any(relative_error(each, given[0]) > 1e-3 for each in given):
-            raise RanksDifferError(f"Ranks have different gradients of the output of {call.name!r}.")
+            raise NotReplicatedError(
+                f"Ranks have different gradients of the output of {call.name!r}."
+            )
         (gradient,) = torch.autograd.grad(call.outputs[0], call.given, given[0])
         return [*gradient.unbind(-2)]
 
