@@ -192,7 +192,7 @@ def compute_missing(skeleton: Any, seed: int) -> dict[str, Tensor]:
     for module in skeleton.modules():
         vars(module).pop("_is_hf_initialized", None)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # and not those of GPUs, which stay as they are
         skeleton.initialize_weights()
     return {
         name: place.tensor.detach()
