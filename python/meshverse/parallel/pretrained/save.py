@@ -41,6 +41,7 @@ from .places import (
     places_of,
     pretrained_model,
     reshard,
+    skeleton_of,
 )
 
 _LEAST_FILE, _LARGEST_FILE = 50 * 10**6, 5 * 10**9  # bytes of a file, unless a user gives them
@@ -227,10 +228,7 @@ def _units(inner: Any, stages: Sequence[_Stage]) -> list[_Unit]:
                 stage_with[name] = number
                 gathered_by[name] = _Gathered(name, shape, dtype)
                 state[name] = Deferred(gathered_by[name])
-    config = copy.deepcopy(inner.config)
-    config.dtype = floating_dtype(inner)
-    with torch.device("meta"):
-        skeleton = class_of(inner)(config)
+    skeleton = skeleton_of(inner)
     if "_weight_conversions" in vars(inner):  # of the checkpoint that from_pretrained has loaded
         skeleton._weight_conversions = inner._weight_conversions
     order = {name: number for number, name in enumerate(state)}
