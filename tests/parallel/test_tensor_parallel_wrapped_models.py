@@ -324,6 +324,9 @@ def error_of_adapted_experts(sizes: dict[str, int], settings: dict[str, Any]) ->
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
     fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy(), **settings)
     seen, expected = hf_families.run(model), hf_families.run(whole)
+    if settings.get("ep_size", 1) > 1:
+        held = {name: each for name, each in model.named_parameters() if "experts" in name}
+        assert all(each.to_local().numel() * settings["ep_size"] <= each.numel() for each in held.values())
     adapters = [each for name, each in expected.items() if "experts" in name and "lora_" in name]
     assert adapters
     assert all(each is not None and each.any() for each in adapters)
@@ -334,6 +337,9 @@ def error_of_adapted_experts(sizes: dict[str, int], settings: dict[str, Any]) ->
 _ADAPTED: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "fsdp2": (2, {}, {}),
     "tp and fsdp2": (4, {"tp_size": 2}, {"tp_shard_plan": LLAMA_PLAN}),
+    "ep": (2, {}, {"ep_size": 2}),
+    "an expert a rank": (4, {}, {"ep_size": 4}),
+    "ep and tp": (4, {"tp_size": 2}, {"ep_size": 2}),
 }
 
 
