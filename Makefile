@@ -54,7 +54,7 @@ coverage: $(VENV)/.wheel $(VENV)/.coverage ## say which lines of the package the
 	$(VENV)/bin/python -m coverage report
 
 families: export MESHVERSE_WRITE_TABLES := 1
-families: $(VENV)/.wheel $(VENV)/.test ## compare every Hugging Face family with one process, and write the tables of docs/huggingface_families.md
+families: $(VENV)/.wheel $(VENV)/.test ## run what test-all leaves out, every model family and combination; write the tables of docs/huggingface_families.md
 	$(VENV)/bin/python -m pytest -m sweep $(ARGS)
 
 # The demo runs without NumPy, which torch remarks on in every process.

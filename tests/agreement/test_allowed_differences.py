@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ def _timeouts_of_their_own() -> list[int]:
     return reached_by(part.get_group()) if dist.get_rank() < 3 else []
 
 
+@pytest.mark.long
 def test_ranks_with_timeouts_of_their_own(crew: Crew) -> None:
     for rank, reached in enumerate(crew.run(_timeouts_of_their_own, 4)):
         assert reached == ([1, 1, 1, 0] if rank < 3 else [])

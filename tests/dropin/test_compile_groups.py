@@ -134,7 +134,7 @@ def _run(form: Callable[[Any, Tensor], Tensor], mesh: StockDeviceMesh, given: st
     return program(x)
 
 
-@pytest.mark.parametrize("given", in_tiers(["closure", "argument"], ["closure"]))
+@pytest.mark.parametrize("given", in_tiers(["closure", "argument"], ["closure"], []))
 @pytest.mark.parametrize("made", [_destroyed_tp, _lazy_tp], ids=["destroyed", "lazy"])
 @pytest.mark.parametrize("form", _OF_DP)
 def test_live_groups_beside_one_that_is_not(
@@ -145,7 +145,7 @@ def test_live_groups_beside_one_that_is_not(
     assert tuple(result.shape) == ((4, 3) if form == "redistribution" else (2, 3))
 
 
-@pytest.mark.parametrize("given", in_tiers(["closure", "argument"], ["closure"]))
+@pytest.mark.parametrize("given", in_tiers(["closure", "argument"], ["closure"], []))
 @pytest.mark.parametrize(
     "form", in_tiers([form for form in _OF_TP if form not in _CREATING], ["mesh and axis", "slice"])
 )
@@ -172,7 +172,7 @@ def test_torch_compile_creates_a_lazy_group(form: str) -> None:
         assert type(mesh._dim_group_names) is list
 
 
-@pytest.mark.parametrize("given", in_tiers(["closure", "argument"], ["closure"]))
+@pytest.mark.parametrize("given", in_tiers(["closure", "argument"], ["closure"], []))
 @pytest.mark.parametrize("form", in_tiers(_OF_TP, ["mesh and axis", "slice"]))
 def test_a_destroyed_group(form: str, given: str) -> None:
     with (

@@ -70,7 +70,7 @@ _SHORT = [
 @in_worlds((8, 5))
 @pytest.mark.usefixtures("world")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("form", "backend", "how", "given"), in_tiers(_CASES, _SHORT, _CASES))
+@pytest.mark.parametrize(("form", "backend", "how", "given"), in_tiers(_CASES, _SHORT, _CASES[::5]))
 def test_a_compiled_function_may_name_a_group_as_with_torch(
     form: str, backend: str, how: str, given: str
 ) -> None:

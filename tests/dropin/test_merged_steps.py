@@ -280,6 +280,7 @@ for rows, n_steps in ((5, 2), (8, 1)):
 """
 
 
+@pytest.mark.long
 def test_of_a_dtensor_that_is_imported_after_the_axes_were_flattened() -> None:
     subprocess.run([sys.executable, "-c", _IMPORTED_LATE], check=True, timeout=SECONDS)
 

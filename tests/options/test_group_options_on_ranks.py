@@ -91,6 +91,7 @@ def _timeouts_in_force() -> dict[str, float]:
     return seconds
 
 
+@pytest.mark.long
 def test_the_universes_timeout_is_in_force_on_derived_groups(crew: Crew) -> None:
     mine, *others = crew.run(_timeouts_in_force, 4)
     assert others == [{}, {}, {}]

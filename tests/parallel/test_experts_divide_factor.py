@@ -96,7 +96,7 @@ _SHORT = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "kind", "factor"), in_tiers(_CASES, _SHORT))
+@pytest.mark.parametrize(("mesh", "kind", "factor"), in_tiers(_CASES, _SHORT, _CASES[::5]))
 def test_gradients_equal_one_process(
     crew: Crew, mesh: str, kind: str, factor: float | None
 ) -> None:

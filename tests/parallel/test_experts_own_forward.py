@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import meshverse
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse.parallel import (
     ExpertFeaturesParallel,
@@ -77,9 +78,11 @@ def test_own_forwards_equal_one_process(crew: Crew, style: str, name: str) -> No
         assert error < BOUND, worst
 
 
+_ON_MORE_RANKS = [(style, name) for style in STYLES for name in OWN]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "name"), in_tiers(_ON_MORE_RANKS, _ON_MORE_RANKS[::4], []))
 def test_own_forwards_equal_one_process_on_more_ranks(crew: Crew, style: str, name: str) -> None:
     for error, worst in crew.run(compare, 4, style, name, [3, 0, 1, 6]):
         assert error < BOUND, worst

@@ -282,17 +282,14 @@ def train_with_sleeps(
 
 @pytest.mark.parametrize(
     ("name", "compiles", "n_sleeps"),
-    in_tiers(
-        [
-            ("ep 2 x tp 2", False, 2),
-            ("ep 2 x tp 2", True, 2),
-            ("ep 2 x 2 replicas x 2 shards", False, 20),
-            ("ep 2 x tp 2", True, 20),
-        ],
-        [("ep 2 x tp 2", False, 2)],
-        [("ep 2 x tp 2", True, 2)],
-    ),
+    [
+        ("ep 2 x tp 2", False, 2),
+        ("ep 2 x tp 2", True, 2),
+        pytest.param("ep 2 x 2 replicas x 2 shards", False, 20, marks=pytest.mark.sweep),
+        pytest.param("ep 2 x tp 2", True, 20, marks=pytest.mark.sweep),
+    ],
 )
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_training_goes_on_after_all_groups_have_ended(
     crew: Crew, tmp_path: Path, name: str, compiles: bool, n_sleeps: int

@@ -106,7 +106,7 @@ _SHORT = [
 ]
 
 
-@pytest.mark.parametrize(("kept", "change", "shape"), in_tiers(_CASES, _SHORT))
+@pytest.mark.parametrize(("kept", "change", "shape"), in_tiers(_CASES, _SHORT, _CASES[::5]))
 def test_a_change_after_a_kept_product(kept: str, change: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     compare(nn.ModuleList(Layer(kept, change) for _ in range(2)), shape, compiled=False)
@@ -120,9 +120,7 @@ def nothing_compiled() -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(("kept", "change", "shape"), in_tiers(_CASES, _CASES[::7], []))
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.usefixtures("nothing_compiled")
 def test_a_change_in_a_compiled_layer(kept: str, change: str, shape: tuple[int, ...]) -> None:
@@ -154,7 +152,7 @@ def test_a_change_after_the_layer(bias: bool, shape: tuple[int, ...]) -> None:
 
 
 _COMPILED = list(product([False, True], SHAPES, ["aot_eager", "inductor"]))
-_COMPILED_SHORT = [(False, SHAPES[1], "aot_eager"), (False, SHAPES[1], "inductor")]
+_COMPILED_SHORT = [(False, SHAPES[1], "aot_eager")]
 
 
 @pytest.mark.parametrize(("bias", "shape", "backend"), in_tiers(_COMPILED, _COMPILED_SHORT))

@@ -80,7 +80,16 @@ def _first_round_trip(family: str, folder: str) -> str:
     return " ".join(refusals)
 
 
-@pytest.mark.parametrize("family", in_tiers(families(), ["deepseek_v3", "gemma3_text", "phi3"]))
+_LONG_FAMILIES = [
+    "deepseek_v3",
+    "gemma3n_text",
+    "gpt_oss",
+    "gptj",
+    "phimoe",
+]  # of the sweep: the rest
+
+
+@pytest.mark.parametrize("family", in_tiers(families(), ["gemma3_text", "phi3"], _LONG_FAMILIES))
 def test_every_family_makes_a_round_trip(crew: Crew, tmp_path: Path, family: str) -> None:
     assert crew.run(_first_round_trip, 4, family, str(tmp_path), timeout=600) == [""] * 4
 
@@ -365,6 +374,7 @@ def test_missing_keys_get_the_values_of_a_new_model_if_they_are_allowed(
 # --- A job that is killed ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_older", [True, False])
 def test_a_save_that_is_killed_leaves_the_older_checkpoint_or_none(
     tmp_path: Path, has_older: bool

@@ -103,6 +103,7 @@ def _load_replicas(
     return step, _values(job), job.scheduler.state_dict()
 
 
+@pytest.mark.long
 def test_replicas_cover_a_lost_host_on_as_many_and_on_fewer_ranks(
     crew: Crew, tmp_path: Path
 ) -> None:

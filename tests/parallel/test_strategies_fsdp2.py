@@ -116,7 +116,7 @@ _SHORT = ("shards-gemma2", "tp x dp-qwen3", "cp x dp-llama")
 
 
 @needs_transformers
-@pytest.mark.parametrize("case", in_tiers(_CASES, short=_SHORT))
+@pytest.mark.parametrize("case", in_tiers(_CASES, short=_SHORT, long=[*_CASES][::4]))
 def test_shapes_equal_one_process(crew, case) -> None:
     ranks, sizes, family = _CASES[case]
     results = crew.run(_train_sharded, ranks, family, sizes, {}, timeout=_SECONDS)
@@ -180,6 +180,7 @@ def _count_runs(mode: Any) -> int:
 
 
 @needs_transformers
+@pytest.mark.long
 def test_default_precision_is_bf16_with_fp32_weights(crew) -> None:
     model = make_model()
     expected = train(model)

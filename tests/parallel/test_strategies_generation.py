@@ -128,7 +128,6 @@ _CASES = [
 
 
 _SHORT = [
-    ("gemma2", "tp and fsdp2", "whole"),
     ("llama", "tp", "by tokens"),
     ("qwen3", "tp", "split in training"),
 ]
@@ -136,7 +135,7 @@ _SHORT = [
 
 @pytest.mark.parametrize(
     ("family", "mesh", "way"),
-    in_tiers(_CASES, _SHORT),
+    in_tiers(_CASES, _SHORT, _CASES[::3]),
 )
 def test_greedy_tokens_equal_one_process(crew: Crew, family: str, mesh: str, way: str) -> None:
     ranks, sizes = _MESHES[mesh]
@@ -189,6 +188,7 @@ def test_of_a_pipeline_of_transformers(crew: Crew) -> None:
         assert seen == expected
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_of_trainers_evaluation(tmp_path: Path) -> None:
     paths = [str(_HERE), str(_HERE.parent), str(_HERE.parents[1] / "python")]

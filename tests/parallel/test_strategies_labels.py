@@ -90,7 +90,8 @@ _WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("family", in_tiers(("llama", "gemma2", "qwen3"), short=("gemma2",)))
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_of_tensor_parallelism(crew: Crew, family: str) -> None:
     cases = [
         (family, {"tp_size": 2}, is_parallel, by_count, settings)

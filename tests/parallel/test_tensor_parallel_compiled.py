@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from helpers.crew import Crew
-from helpers.tiers import in_tiers
 from meshverse.parallel import FSDP2Config, FSDP2Manager, ParallelismSizes, create_device_meshes
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
@@ -86,7 +85,11 @@ def _errors(folder: str, checkpointing: Any) -> list[tuple[float, str]]:
         return [largest_error(_run(model, each), _run(plain, each), 1e-2) for each in _LENGTHS]
 
 
-@pytest.mark.parametrize("checkpointing", in_tiers([False, "full", "selective"], ["full"]))
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "checkpointing",
+    ["full", *(pytest.param(each, marks=pytest.mark.sweep) for each in (False, "selective"))],
+)
 def test_batches_of_several_lengths_equal_one_process(
     crew: Crew, tmp_path_factory: pytest.TempPathFactory, checkpointing: Any
 ) -> None:

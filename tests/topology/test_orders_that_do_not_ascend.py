@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, Topology, init_device_mesh, init_mesh_partition
 from meshverse.parallel import (
@@ -150,19 +151,22 @@ _SHAPES = {
 }
 
 
-def _cases() -> Iterator[Any]:
+def _cases() -> Iterator[tuple[str, Any]]:
     for cluster, topology in _CLUSTERS.items():
         for shape, names in _SHAPES[topology.world_size]:
             key = f"{cluster}: {dict(zip(names, shape, strict=True))}"
-            marks = () if key == "a, b, b, a: {'shards': 2, 'tp': 2}" else (pytest.mark.long,)
-            yield pytest.param(topology, shape, names, id=key, marks=marks)
+            yield key, (topology, shape, names)
+
+
+_CASES = dict(_cases())
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("topology", "shape", "names"), list(_cases()))
-def test_values_are_right_in_the_order_of_a_topology(
-    crew: Crew, tmp_path: Path, topology, shape, names
-) -> None:
+@pytest.mark.parametrize(
+    "case", in_tiers(_CASES, ["a, b, b, a: {'shards': 2, 'tp': 2}"], [*_CASES][::4])
+)
+def test_values_are_right_in_the_order_of_a_topology(crew: Crew, tmp_path: Path, case: str) -> None:
+    topology, shape, names = _CASES[case]
     program = _right_in_any_order
     answers = crew.run(program, topology.world_size, topology, shape, names, str(tmp_path))
     assert answers == [topology.order(shape, names).tolist()] * topology.world_size

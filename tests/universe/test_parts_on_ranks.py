@@ -98,6 +98,7 @@ def test_ranks_that_disagree_about_a_part_get_an_error(crew: Crew, how: str) -> 
         assert f"{Path(__file__).name}:" in text
 
 
+@pytest.mark.long
 def test_ranks_that_disagree_about_the_ranks_of_a_part_get_an_error(crew: Crew) -> None:
     answers = crew.run(_differ, 8, "ranks")
     seen = [rank for rank in range(8) if answers[rank]["error"] != "no error"]

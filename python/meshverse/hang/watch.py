@@ -218,7 +218,7 @@ def _stop() -> None:
         _current.stop()
 
 
-def _leave_to_parent() -> None:
+def _reset_after_fork() -> None:
     global _current
     if _current is not None:  # its thread is not in this process
         _of_parent.append(_current)
@@ -236,7 +236,7 @@ def _go_on() -> None:
 _of_parent: list[Watch] = []  # in a forked process, its parent's watch
 
 atexit.register(_stop)
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_reset_after_fork)
 on_world_started(_go_on)
 
 
