@@ -239,7 +239,8 @@ def with_peft(
     config = peft.LoraConfig(r=4, init_lora_weights=False, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's own, of patterns and deprecated names
-        return peft.get_peft_model(hf_families.tiny_model(family, tied=tied, **changes or {}), config)
+        model = hf_families.tiny_model(family, tied=tied, **changes or {})
+        return peft.get_peft_model(model, config)
 
 
 def error_of_peft(plan: str = "own", tied: bool = False, **more: Any) -> tuple[float, int, int]:
@@ -319,8 +320,7 @@ _NOT_DISTRIBUTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "bias": (
         {},
         {"target_parameters": ["mlp.experts.down_proj_bias"]},
-        r"experts: PEFT adapts 'down_proj_bias' of its experts, and only the adapters of "
-        r"\['gate_up_proj', 'down_proj'\] can be",
+        r"PEFT adapts 'down_proj_bias' of its experts, .* \['gate_up_proj', 'down_proj'\] can be",
     ),
     "rows": (
         {"hidden_size": 30},
@@ -344,9 +344,7 @@ def test_adapters_that_cannot_be_distributed_with_experts_are_refused_by_name(na
     assert {own: id(each) for own, each in model.named_parameters()} == before
 
 
-def error_of_adapted_experts(
-    family: str, sizes: dict[str, int], settings: dict[str, Any]
-) -> float:
+def error_of_adapted_experts(family: str, sizes: dict[str, int], settings: dict[str, Any]) -> float:
     """The largest relative error, of the adapters of experts among others."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     whole = with_peft(family, target_modules=["q_proj"], target_parameters=experts)

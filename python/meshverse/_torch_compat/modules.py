@@ -1,4 +1,4 @@
-"""What modules know of their buffers."""
+"""Buffers of modules: which of them a state dict has."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.tensor import Placement, Shard
 from meshverse.parallel.models.modules import adapted
 from meshverse.parallel.styles.local_styles import replaced_attributes
 
-from .stacked import StackedExperts, describe
+from .stacked import DOWN, StackedExperts, describe
 
 _PAIR = ("lora_A", "lora_B")
 
@@ -46,23 +45,24 @@ def check_adapters(name: str, module: nn.Module, experts: StackedExperts, size: 
     """Check that the adapters of a module's experts can be distributed with them.
 
     Raises:
-        ValueError: they are not LoRA of a parameter, or of experts that cannot be told apart, or
-            lora_B cannot be divided.
+        ValueError: they are not LoRA of an expert's weight, have another number of experts, or
+            the rows of lora_B cannot be shared evenly.
     """
     library: Any = sys.modules.get("peft.tuners.lora")
     kind: Any = getattr(library, "ParamWrapper", ())
     for wrapper in wrappers_of(module):
-        if not isinstance(wrapper, kind) or not set(_PAIR) <= dict(wrapper.named_children()).keys():
+        if not isinstance(wrapper, kind):
             raise ValueError(
                 f"{name}: its experts are wrapped by {type(wrapper).__name__}, which cannot be "
                 "distributed with them: only PEFT's LoRA of their parameters can be "
                 "(target_parameters). Merge the others, or use ep_size=1."
             )
-        if wrapper.parameter_name not in (*experts.columns, "down_proj"):
+        weights = [*experts.columns, DOWN]
+        if wrapper.parameter_name not in weights:
             raise ValueError(
                 f"{name}: PEFT adapts {wrapper.parameter_name!r} of its experts, and only the "
-                f"adapters of {[*experts.columns, 'down_proj']} can be distributed with them. Leave "
-                "it out of target_parameters, or use ep_size=1."
+                f"adapters of {weights} can be distributed with them. Leave it out of "
+                "target_parameters, or use ep_size=1."
             )
         if wrapper.num_experts != experts.count:
             raise ValueError(
@@ -83,9 +83,7 @@ def placements_of_adapters(module: nn.Module) -> dict[str, Placement]:
     """Return placements of the matrices of a module's adapters, by name in the module."""
     matrices = {id(each) for wrapper in wrappers_of(module) for each in _matrices_of(wrapper)}
     return {
-        name: Shard(0)
-        for name, parameter in module.named_parameters()
-        if id(parameter) in matrices
+        name: Shard(0) for name, parameter in module.named_parameters() if id(parameter) in matrices
     }
 
 
@@ -120,13 +118,10 @@ def _added(wrapper: Any, adapter: str, own: int) -> Tensor:
     columns: Tensor = by_expert.redistribute(placements=[Shard(2)]).to_local()
     # PEFT takes the matrices of one expert for those of a layer, and returns two dimensions.
     copies = 2 if own == 1 else 1
-    values = {
-        wrapper: {"num_experts": own * copies},
-        first: {"weight": torch.cat([rows] * copies)},
-        second: {"weight": torch.cat([columns] * copies, -1).flatten(1)},
-    }
-    with ExitStack() as stack:
-        for each, replaced in values.items():
-            stack.enter_context(replaced_attributes(each, replaced))
+    with (
+        replaced_attributes(wrapper, {"num_experts": own * copies}),
+        replaced_attributes(first, {"weight": torch.cat([rows] * copies)}),
+        replaced_attributes(second, {"weight": torch.cat([columns] * copies, -1).flatten(1)}),
+    ):
         added: Tensor = wrapper.get_delta_weight(adapter)
     return added[:own]

@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from meshverse.parallel.models.modules import BASE_LAYER, child_name, matching_modules, parent_name, stage_of
+from meshverse.parallel.models.modules import (
+    BASE_LAYER,
+    child_name,
+    matching_modules,
+    parent_name,
+    stage_of,
+)
 from meshverse.parallel.styles.local_styles import replaced_attributes, sum_gradients
 
 from .adapters import (

@@ -136,7 +136,7 @@ def initialize_weights(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Initialize a model of transformers that is on the meta device, in place, without a checkpoint.
+    """Initialize a model of transformers on the meta device without a checkpoint, in place.
 
     Parameters and buffers on the meta device get memory, and the values of a new model by
     transformers' own `initialize_weights`; others are unchanged. Adapters of PEFT get their first
