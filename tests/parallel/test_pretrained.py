@@ -45,7 +45,7 @@ from checkpoints import (
     tensors_in,
     values_of,
 )
-from hf_families import families, full
+from hf_families import families
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from wrapped_models import WithValueHead
@@ -303,21 +303,18 @@ def test_an_adapter_of_pipeline_stages_is_one_file(crew: Crew, tmp_path: Path) -
 
 def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
     """Load and save after forwards; return whether keys and values are those of the other one."""
-    expected = saved("llama", f"{folder}/given", tied=True)
+    saved("llama", f"{folder}/given", tied=True)
     device_mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
     model = fsdp2_strategy_parallelize(
         on_meta(f"{folder}/given"),
         device_mesh,
-        mp_policy=MixedPrecisionPolicy(),
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16),  # of what is gathered
         cpu_offload=offload,
         reshard_after_forward=False,
     )
     load_pretrained(model, f"{folder}/given", device="cpu" if offload else None)
     tokens = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        before = full(model(tokens, use_cache=False).logits)
-        alone = expected(tokens, use_cache=False).logits
-    torch.testing.assert_close(before, alone)
+    model(tokens, use_cache=False)
     other = saved("llama", f"{folder}/other", tied=True, rms_norm_eps=1e-2)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -333,7 +330,8 @@ def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
     save_pretrained(model, f"{folder}/saved")
     seen, wanted = tensors_in(f"{folder}/saved"), tensors_in(f"{folder}/other")
     return seen.keys() == wanted.keys(), all(
-        torch.equal(seen[name], wanted[name]) for name in wanted
+        seen[name].dtype == each.dtype and torch.equal(seen[name], each)
+        for name, each in wanted.items()
     )
 
 

@@ -39,7 +39,6 @@ from .places import (
     local_box,
     places_of,
     pretrained_model,
-    reshard,
     skeleton_of,
 )
 
@@ -189,7 +188,6 @@ def _reads_of_new(model: nn.Module, seed: int) -> _Reads:
 def _plan(model: nn.Module, folder: Path, strict: bool, seed: int) -> _Plan:
     inner = pretrained_model(model, "load_pretrained")
     files = read_folder(folder)
-    reshard(model)
     places = places_of(model, inner)
     adapter = adapter_of(model)
     if files.is_adapter:
@@ -401,7 +399,7 @@ def _materialize(model: nn.Module, reads: _Reads, device: torch.device | str | N
             state[place.name] = made[id(old)]
         else:
             setattr(place.module, place.own_name, made[id(old)])
-    # Unlike setting attributes, this tells FSDP2.
+    # Unlike setting attributes, this tells FSDP2, which also shards what it has gathered.
     model.load_state_dict(state, strict=False, assign=True)
 
 

@@ -179,13 +179,6 @@ def local_box(tensor: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
     return box, tensor.to_local().detach()
 
 
-def reshard(model: nn.Module) -> None:
-    """Let FSDP2 shard what it has gathered for a forward, so that parameters are this rank's."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def in_words(names: list[str]) -> str:
     """Return the first names of a list, and how many more there are."""
     more = len(names) - _NAMED

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshverse.parallel.models.modules import stage_of
@@ -40,7 +41,6 @@ from .places import (
     in_words,
     places_of,
     pretrained_model,
-    reshard,
     skeleton_of,
 )
 
@@ -155,7 +155,7 @@ def _described(model: nn.Module, target: Path) -> tuple[Any, dict[str, Place]]:
     inner = pretrained_model(model, "save_pretrained")
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file. Give a folder's name.")
-    reshard(model)
+    _reshard(model)
     found = _persistent(model, inner)
     on_meta = [place.name for place in found if place.tensor.is_meta]
     if on_meta:
@@ -172,6 +172,13 @@ def _described(model: nn.Module, target: Path) -> tuple[Any, dict[str, Place]]:
             "checkpoints transformers knows. Pass that model, and save the others by themselves."
         )
     return inner, _without_tied(model, inner, {each.original or "": each for each in found})
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP2 shard what it has gathered for a forward, in another precision."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _persistent(model: nn.Module, inner: nn.Module) -> list[Place]:
