@@ -433,10 +433,10 @@ def _load_own(model: Any, folder: str) -> object:
 
 
 def _load_changed(model: Any, folder: str, change: Callable[[dict[str, Any]], object]) -> object:
-    tensors = tensors_in(f"{folder}/given")
-    change(tensors)
     name = Path(folder, "given", "model.safetensors")
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # alone: others would read what it has changed
+        tensors = tensors_in(f"{folder}/given")
+        change(tensors)
         save_file(tensors, name)
     dist.barrier()
     return load_pretrained(model, name.parent)

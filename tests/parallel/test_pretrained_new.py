@@ -43,7 +43,9 @@ def _config(family: str, tied: bool) -> Any:
 
 def _without_memory(family: str, tied: bool) -> Any:
     with torch.device("meta"):
-        return model_class(family)(_config(family, tied)).float()
+        model: Any = model_class(family)(_config(family, tied)).float()
+    model.tie_weights()  # transformers 5.0 does not, on the meta device
+    return model
 
 
 def _differences(family: str, arrangement: str, tied: bool, folder: str) -> list[str]:
@@ -96,9 +98,11 @@ def _is_constant(tensor: Tensor) -> bool:
     return bool((tensor == tensor.flatten()[0]).all())
 
 
-@pytest.mark.parametrize(
-    "family", in_tiers(families(), ["deepseek_v3", "gemma3_text", "gpt_oss", "youtu"])
-)
+# Youtu initializes its embedding in another way than the head that may be tied to it.
+_FIRST = [each for each in ("deepseek_v3", "gemma3_text", "gpt_oss", "youtu") if each in families()]
+
+
+@pytest.mark.parametrize("family", in_tiers(families(), _FIRST))
 @pytest.mark.parametrize("tied", [False, True])
 def test_values_have_the_distribution_of_a_new_model(family: str, tied: bool) -> None:
     with warnings.catch_warnings():

@@ -167,7 +167,9 @@ def skeleton_of(inner: Any) -> Any:
     config = copy.deepcopy(inner.config)
     config.dtype = floating_dtype(inner)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return class_of(inner)(config)
+        skeleton = class_of(inner)(config)
+    skeleton.tie_weights()  # transformers 5.0 does not, on the meta device
+    return skeleton
 
 
 def local_box(tensor: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
