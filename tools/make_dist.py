@@ -40,7 +40,7 @@ IN_SDIST = (
     "python/*",
     "tests/*",
 )
-NOT_IN_SDIST = ("tests/gpu/*", "tests/tools/*")  # of benchmarks/ and tools/, and with a GPU
+NOT_IN_SDIST = ("tests/gpu/*", "tests/repository/*")  # of benchmarks/ and tools/, and with a GPU
 
 
 class DistError(Exception):

@@ -17,7 +17,8 @@ py::buffer_info buffer_of(RankArray& array) {
       [&](auto& values) {
         const auto itemsize = static_cast<py::ssize_t>(sizeof(values[0]));
         std::vector<py::ssize_t> shape(array.shape.begin(), array.shape.end());
-        std::vector<py::ssize_t> strides = py::detail::c_strides(shape, itemsize);
+        std::vector<py::ssize_t> strides(shape.size(), itemsize);
+        if (shape.size() == 2) strides[0] *= shape[1];
         return py::buffer_info(values.data(), std::move(shape), std::move(strides));
       },
       array.values);

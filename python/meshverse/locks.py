@@ -71,5 +71,5 @@ class WeakRegistry(Generic[_T]):
     def alive(self) -> list[_T]:
         """Return the objects that are alive now, in the order in which they were added."""
         # `list` copies a dict's values atomically, with and without the interpreter's lock.
-        entries = (reference() for reference in list(self._references.values()))
+        entries = [reference() for reference in list(self._references.values())]
         return [entry for entry in entries if entry is not None]

@@ -17,6 +17,7 @@ from helpers.crew import Crew
 from helpers.worlds import fake_world, groups_created
 from meshverse import (
     DeviceMesh,
+    find_group,
     init_device_mesh,
     init_mesh_partition,
     load_mesh,
@@ -191,6 +192,61 @@ _SLIPS: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], list[str]]
         lambda m: _mesh(universe=m.universe, timeout=timedelta(seconds=90), lazy=True),
         ValueError,
         ["universe= together with timeout= and lazy=: these are settings", "Leave them out"],
+    ),
+    "the size of an axis by its name": (
+        lambda m: m.size("tp"),  # type: ignore[arg-type]
+        TypeError,
+        ["mesh.size('tp') with an axis of type str", "mesh[name].size()", "('dp', 'tp')"],
+    ),
+    "the size of an axis that is too far": (
+        lambda m: m.size(2),
+        IndexError,
+        ["no axis 2: its axes are ('dp', 'tp'), with the indices -2 to 1"],
+    ),
+    "the group of an axis that is too far": (
+        lambda m: m.get_group(-3),
+        IndexError,
+        ["no axis -3: its axes are ('dp', 'tp'), with the indices -2 to 1"],
+    ),
+    "the local rank along an axis that is too far": (
+        lambda m: m["tp"].get_local_rank(1),
+        IndexError,
+        ["no axis 1: its axes are ('tp',), with the indices -1 to 0"],
+    ),
+    "a device": (
+        lambda m: init_device_mesh(torch.device("cuda", 1), (8,)),  # type: ignore[arg-type]
+        TypeError,
+        ["device_type=device(type='cuda', index=1) of type device", "such as 'cuda'"],
+    ),
+    "a group of other ranks": (
+        lambda m: DeviceMesh.from_group(dist.GroupMember.NON_GROUP_MEMBER, "cpu"),  # type: ignore[arg-type]
+        TypeError,
+        ["from_group() got -100 of type int", "call from_group() on its members only"],
+    ),
+    "the name of a group": (
+        lambda m: DeviceMesh.from_group("tp", "cpu"),  # type: ignore[arg-type]
+        TypeError,
+        ["from_group() got 'tp' of type str: pass a process group"],
+    ),
+    "ranks for groups": (
+        lambda m: DeviceMesh.from_group([0, 1], "cpu", [[4, 5]]),  # type: ignore[list-item]
+        TypeError,
+        ["from_group() got 0 of type int: pass a process group, or a list with one per axis"],
+    ),
+    "no meshes to concatenate": (
+        lambda m: DeviceMesh.concatenate([]),
+        IndexError,
+        ["concatenate() got no meshes"],
+    ),
+    "a group to find": (
+        lambda m: find_group(m.get_group("tp")),  # type: ignore[arg-type]
+        TypeError,
+        ["find_group() got <", "pass c10d's name of the group, which is group.group_name"],
+    ),
+    "a group to save": (
+        lambda m: save_mesh(m.get_group("tp")),  # type: ignore[arg-type]
+        TypeError,
+        ["save_mesh() got <", "pass a meshverse.DeviceMesh"],
     ),
     "a file to load from": (
         lambda m: load_mesh("nofile"),  # type: ignore[arg-type]

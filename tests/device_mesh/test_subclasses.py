@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # torch.load(weights_only=True) wants it for any mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from helpers.observation import OURS, STOCK, observe
 from helpers.worlds import fake_world, groups_created
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import DeviceMesh, init_device_mesh, save_mesh
 from meshverse.device_mesh.device_mesh import _own_attributes
 
 _NAMES = ("dp", "tp")
@@ -294,6 +295,29 @@ def test_a_name_that_only_our_class_has_can_be_the_subclass_s_own(name: str) -> 
         assert mesh.get_local_rank("tp") == 0
         copy.deepcopy(mesh)
         assert mesh["dp", "tp"].size() == 8
+        assert save_mesh(mesh)["mesh"]["axes"] == [([2], [4]), ([4], [1])]
+        assert mesh._repr_html_()
+
+
+def _all_own(base: Any, value: Any) -> Any:
+    """Return a subclass whose own attributes have the names that only our class has."""
+    names = set(_NEW_NAMES) - {"decouple_backend_at_save"}  # which says how it is saved
+    return type("Own", (base,), dict.fromkeys(names, value))
+
+
+@pytest.mark.parametrize("value", [None, "own", lambda self, *_: "own", property(lambda _: 1 / 0)])
+@pytest.mark.parametrize("base", [STOCK.DeviceMesh, DeviceMesh])
+def test_all_names_that_only_our_class_has_can_be_the_subclass_s_own(base: Any, value: Any) -> None:
+    with fake_world(8, 5):
+        mesh = _all_own(base, value)("cpu", torch.tensor(_RANKS), mesh_dim_names=_NAMES)
+        assert mesh["tp"].size() == mesh["dp", "tp"]["tp"].size() == 4
+        assert mesh._flatten("all").size() == mesh._unflatten(1, (2, 2), ("x", "y")).size() == 8
+        again = copy.deepcopy(mesh)
+        assert again == mesh
+        assert hash(again) == hash(mesh)
+        assert "dp=2" in repr(again)
+        x = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(1)])
+        assert (x @ x).redistribute(placements=[Replicate()] * 2).to_local().shape == (8, 8)
 
 
 @pytest.mark.parametrize("name", _NEW_NAMES)

@@ -13,7 +13,8 @@ _PACKAGE = _TOP / "python" / "meshverse"
 # Calls that change state of the process.
 _CALLS = re.compile(
     r"signal\.signal|gc\.(enable|disable|freeze|unfreeze)|os\.(putenv|chdir|umask|environ\.\w+)"
-    r"|torch\.(set_|use_)\w+|warnings\.(catch_warnings|simplefilter|filterwarnings)"
+    r"|torch\.((set_|use_)\w+|random\.fork_rng|(default_generator\.)?manual_seed)"
+    r"|warnings\.(catch_warnings|simplefilter|filterwarnings)"
     r"|sys\.set\w+|restored\.callback"
 )
 _READS = {"os.environ.get", "os.environ.items"}

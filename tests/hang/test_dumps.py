@@ -68,6 +68,33 @@ def test_a_damaged_pickle_raises_nothing_but_its_own_reason(
         assert all(one.file == file for one in alone)
 
 
+def test_a_number_that_is_no_rank_ends_a_name(tmp_path: Path, capsys) -> None:
+    _LATE.write(tmp_path, _NCCL)
+    (tmp_path / "nccl_trace_rank_3").rename(tmp_path / "nccl_trace_rank_3_1764108000.pickle")
+    assert len(read_dumps([tmp_path]).left_out) == 1
+    assert main(["hang", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "there is no dump of rank 3" in out
+    assert "its name ends with 1764108000, which is too large for a rank: rename it" in out
+
+
+@pytest.mark.parametrize("odd", [None, 5, ["b"], {}], ids=repr)
+def test_an_odd_value_in_a_dump_costs_only_that_dump(odd: object, tmp_path, capsys) -> None:
+    _LATE.write(tmp_path, _NCCL)
+    dump, file = _LATE.dumps(_NCCL)[0], tmp_path / "nccl_trace_rank_0"
+    entry = dump["entries"][-1]
+    for key, usual in list(entry.items()):
+        for value in (odd, [odd], [[odd], odd]):
+            entry[key] = value
+            file.write_bytes(pickle.dumps(dump))
+            assert main(["hang", str(tmp_path)]) == 1
+            out = capsys.readouterr().out
+            assert "Stuck: all_reduce number" in out
+            if key == "profiling_name" or (key == "input_dtypes" and value == [odd]):
+                assert f"{file}: an entry is not as torch writes it: TypeError(" in out
+        entry[key] = usual
+
+
 def test_dumps_of_different_moments_are_not_mixed(tmp_path: Path, capsys) -> None:
     step = Step("all_reduce", "world")
     early = Job([[step, step]] + [[step]] * 3)  # as if all but rank 0 were in their data loaders

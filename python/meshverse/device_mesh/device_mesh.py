@@ -418,8 +418,32 @@ class DeviceMesh(StockDeviceMesh):
 
         Args:
             mesh_dim: index of the axis; None for the whole mesh.
+
+        Raises:
+            IndexError: there is no axis of this index.
+            TypeError: `mesh_dim` is no integer, but for example a name.
         """
-        return self._description.layout.size if mesh_dim is None else self._shape[mesh_dim]
+        if mesh_dim is None:
+            return self._description.layout.size
+        try:
+            return self._shape[mesh_dim]
+        except IndexError:
+            raise self._no_axis(mesh_dim) from None
+        except TypeError:
+            raise TypeError(
+                f"mesh.size({mesh_dim!r}) with an axis of type {type(mesh_dim).__name__}: pass the "
+                f"index of an axis. By name, mesh[name].size() is that of one of "
+                f"{self._description.labels}."
+            ) from None
+
+    def _no_axis(self, mesh_dim: int) -> IndexError:
+        labels = self._description.labels
+        return IndexError(
+            f"The mesh has no axis {mesh_dim}: its axes are {labels}, with the indices "
+            f"{-len(labels)} to {len(labels) - 1}."
+            if labels
+            else f"The mesh has no axis {mesh_dim}, as it has no axes."
+        )
 
     def draw(
         self, axis: str | int | Sequence[str | int] | None = None, *, node_size: int | None = None
@@ -478,7 +502,7 @@ class DeviceMesh(StockDeviceMesh):
         return f"DeviceMesh({axes}, '{self._device_type}', stride={strides})"
 
     def _repr_html_(self) -> str:  # in a notebook
-        return f"<p><code>{escape(repr(self))}</code></p>{self.draw()._repr_html_()}"
+        return f"<p><code>{escape(repr(self))}</code></p>{DeviceMesh.draw(self)._repr_html_()}"
 
     # --- slices and concatenated meshes, on existing groups ---------------------------------------
 
@@ -574,6 +598,8 @@ class DeviceMesh(StockDeviceMesh):
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
+        if not device_mesh_list:
+            raise IndexError("concatenate() got no meshes: pass a list with at least one.")
         meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if len(meshes) < len(device_mesh_list) or not meshes:
             joined = stock_concatenate(list(device_mesh_list))
@@ -854,8 +880,8 @@ class DeviceMesh(StockDeviceMesh):
             return resolve_group(name)
         except IndexError:
             self._check_groups()
-            if self._names_of_groups:
-                raise
+            if self._names_of_groups and isinstance(mesh_dim, int):
+                raise self._no_axis(mesh_dim) from None
             rank, ranks = self._universe.rank, self._universe.rank_map
             raise IndexError(
                 f"Rank {rank} is not in {self} over {ranks}, so it has no process group of this "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -187,7 +186,7 @@ def describe(axes: Sequence[str], ranks: Sequence[int]) -> str:
 def _range(ranks: Sequence[int]) -> str:
     first, last, count = ranks[0], ranks[-1], len(ranks)
     step = ranks[1] - first if count > 1 else 1
-    if step < 1 or any(second - one != step for one, second in itertools.pairwise(ranks)):
+    if step < 1 or [*ranks] != [*range(first, first + count * step, step)]:
         return f"{min(ranks)}-{max(ranks)}, {count} ranks"
     return str(first) if count == 1 else f"{first}-{last}" + (f":{step}" if step > 1 else "")
 

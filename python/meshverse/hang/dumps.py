@@ -18,6 +18,7 @@ from .records import Call, RankRecord, complete_default_group, record_of
 
 _MANY = 64  # from this number of files on, several processes read them
 _RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")
+_MOST_RANKS = 2**24  # a larger number at the end of a name is a date or a process id, no rank
 # Hangs end after minutes or hours. Dumps whose last calls are further apart are of two hangs.
 _LONGEST_HANG_SECONDS = 12 * 3600.0
 # Operations that end on no rank before all ranks have called them.
@@ -118,6 +119,9 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
         found = _RANK_IN_NAME.search(file.name)
         if found is None:
             reason = "its name does not end with a rank, as that of nccl_trace_rank_12 does"
+            dumps.left_out.append(LeftOut(file, None, reason))
+        elif int(found[1]) >= _MOST_RANKS:
+            reason = f"its name ends with {found[1]}, which is too large for a rank: rename it"
             dumps.left_out.append(LeftOut(file, None, reason))
         else:
             ranked.append((int(found[1]), file))

@@ -330,7 +330,7 @@ def _progress(entry: Entry, has_timing: bool) -> Progress:
 
 def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call | None:
     """Return the call of an entry; None if the entry stands for several sends and receives."""
-    operation = str(entry["profiling_name"]).rpartition(":")[2]
+    operation = _text(entry["profiling_name"]).rpartition(":")[2]
     p2p = _P2P.match(operation) if entry.get("is_p2p") else None
     if entry.get("is_p2p") and p2p is None:
         return None
@@ -342,7 +342,7 @@ def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call 
         is_done=is_done,
         since=int(entry["time_created_ns"]) / 1e9,
         shapes=_shapes(entry["input_sizes"]),
-        dtype=next(iter(entry.get("input_dtypes") or ()), ""),
+        dtype=_text(next(iter(entry.get("input_dtypes") or ()), "")),
         line=line_of(frames),
         peer=None if p2p is None else int(p2p[3]),
         out_shapes=_shapes(entry.get("output_sizes") or ()),
@@ -353,6 +353,12 @@ def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call 
 
 def _shapes(sizes: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, size)) for size in sizes)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {value!r}")
+    return value
 
 
 def _is_blocking(frame: Mapping[str, Any]) -> bool:

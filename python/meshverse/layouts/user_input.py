@@ -9,7 +9,7 @@ import ctypes
 import math
 import numbers
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -205,6 +205,7 @@ def read_groups(
     """Return the groups of a mesh's axes and its global ranks, from the arguments of `from_group`.
 
     Raises:
+        TypeError: `group` is neither a process group nor an iterable of process groups.
         ValueError: with one group, `mesh` is not the list of its ranks. Or with several groups,
             `mesh` or `names` is missing, `mesh` has not as many axes as there are groups, or its
             values are not ranks.
@@ -215,12 +216,18 @@ def read_groups(
         if mesh is not None and not _lists(mesh, ranks):
             raise ValueError(f"Invalid mesh {mesh} for ProcessGroup with ranks {ranks}")
         return [group], ranks
-    groups = list(group)
+    given: Any = group
+    groups = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if not groups:
         raise ValueError("Expects at least one ProcessGroup to be passed")
     for each in groups:
-        if isinstance(each, dist.ProcessGroup):
-            _ranks_of_live(each)
+        if not isinstance(each, dist.ProcessGroup):
+            raise TypeError(
+                f"from_group() got {each!r} of type {type(each).__name__}: pass a process group, "
+                "or a list with one per axis. On ranks outside a group, new_group() returns "
+                f"{dist.GroupMember.NON_GROUP_MEMBER}: call from_group() on its members only."
+            )
+        _ranks_of_live(each)
     if mesh is None:
         raise ValueError("Must pass mesh if passing multiple ProcessGroups")
     if names is None:
@@ -257,8 +264,19 @@ def _lists(mesh: torch.Tensor | ArrayLike, ranks: list[int]) -> bool:
         return False
 
 
-def check_device_type(device_type: str) -> None:
-    """Raise RuntimeError for a device type with an index, such as "cuda:0"."""
+def check_device_type(device_type: Any) -> None:
+    """Check that a device type is one, such as "cuda".
+
+    Raises:
+        RuntimeError: it has an index, as "cuda:0" has.
+        TypeError: it is no string, but for example a `torch.device`.
+    """
+    if device_type and not isinstance(device_type, str):
+        kind = getattr(device_type, "type", "cuda")
+        raise TypeError(
+            f"device_type={device_type!r} of type {type(device_type).__name__}: pass the name of a "
+            f"device type without an index, such as {kind!r}. Of a torch.device, that is its type."
+        )
     if device_type and not device_type.isalpha():
         raise RuntimeError(
             f"Device type with index is not supported but got {device_type}. If you maintained a "

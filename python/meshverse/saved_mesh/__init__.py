@@ -29,9 +29,17 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
 
     Ranks 0, 1, 2, ... are saved as their number, other ranks as a list. Of the process groups,
     digests of their options are saved, and not their names.
+
+    Raises:
+        TypeError: `mesh` is no mesh of ours.
     """
     from .pickles import state_of
 
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"save_mesh() got {mesh!r} of type {type(mesh).__qualname__}: pass a "
+            "meshverse.DeviceMesh. torch.save() and pickle save other objects."
+        )
     return state_of(mesh)
 
 

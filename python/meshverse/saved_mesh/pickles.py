@@ -106,7 +106,7 @@ def _has_another_root(universe: Universe, saved: SavedState) -> bool:
         return False
     description = saved.root.description
     names = root.mesh_dim_names or (), description.axis_names or ()
-    return root.layout != description.layout or names[0] != names[1]
+    return root._description.layout != description.layout or names[0] != names[1]
 
 
 def _universe_without_groups_of(saved: SavedState) -> Universe:
@@ -137,7 +137,7 @@ def mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
     """Return the fields of one mesh in a saved state."""
     return {
         "device_type": mesh.device_type,
-        "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh.layout],
+        "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh._description.layout],
         "names": mesh.mesh_dim_names,
         "preserve_rank_order": mesh._preserve_rank_order,
         "flattened": mesh._description.flattened,

@@ -37,12 +37,18 @@ def find_group(name: str) -> FoundGroup:
 
     Raises:
         KeyError: no mesh of this process uses a group of this name.
+        TypeError: `name` is no string.
 
     Example:
         >>> import meshverse
         >>> meshverse.find_group(mesh["tp"].get_group().group_name).axes  # doctest: +SKIP
         ('tp', 'ep')
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"find_group() got {name!r} of type {type(name).__name__}: pass c10d's name of the "
+            "group, which is group.group_name."
+        )
     found = find_group_optional(name)
     if found is None:
         raise KeyError(

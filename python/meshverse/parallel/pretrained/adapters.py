@@ -77,7 +77,7 @@ def first_values(
         )
     values: dict[str, Tensor] = {}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # and not those of GPUs, which stay as they are
         for name, layer in layers:
             values |= dict(_drawn(name, layer, adapter, how))
     return {name: value for name, value in values.items() if name in on_meta}

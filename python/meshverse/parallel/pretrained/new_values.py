@@ -90,7 +90,7 @@ class _NewValue(Source):
             module = getattr(module, own)
             vars(module).pop(_HAS_VALUES, None)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)
+            torch.default_generator.manual_seed(self._seed)  # and not those of GPUs
             self._skeleton.initialize_weights()
         value = place.tensor.detach()  # transformers may have put another one there
         setattr(place.module, place.own_name, there)

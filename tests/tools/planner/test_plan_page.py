@@ -13,7 +13,7 @@ from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 from meshverse.tools.commands.main import main
 
-_DOCS = Path(__file__).parents[2] / "docs"
+_DOCS = Path(__file__).parents[3] / "docs"
 _PAGE = (_DOCS / "commands.md").read_text(encoding="utf-8")
 _OF_DATA = "pp=2,dp=4,tp=4 --node-size 8 --rank 13"
 _PICTURES = {

@@ -112,7 +112,7 @@ def test_examinations_and_the_job_follow_each_other_in_one_process(tmp_path: Pat
 
 @pytest.mark.long
 def test_srun_as_the_page_shows_it() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "commands.md").read_text(encoding="utf-8")
     shown = re.search(r"^srun (bash -c '[^']+')", page, re.MULTILINE)
     assert shown is not None
     _, flag, script = shlex.split(shown[1])
