@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshverse.parallel.experts.stacked import refuse_adapters
 from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
     BASE_LAYER,
@@ -404,6 +405,7 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
         )
     if adapted(module) is module:
         return {name: style}
+    refuse_adapters(name, module)
     known = {
         f"{side}.{adapter}": child
         for side in (_FIRST, _SECOND)
