@@ -108,9 +108,11 @@ class Soak:
 
     def hosts(self) -> list[list[Rank]]:
         """Return the living ranks of each host."""
-        notes = {note.name.split(".")[2]: note for note in (self.folder / "losses").iterdir()}
+        notes: dict[int, list[Path]] = {}
+        for note in sorted((self.folder / "losses").iterdir()):
+            notes.setdefault(int(note.name.split(".")[2]), []).append(note)
         return [
-            [Rank(one, notes[str(one.pid)]) for one in _below(agent) if str(one.pid) in notes]
+            [Rank(one, note) for one in _below(agent) if (note := _of(one, notes.get(one.pid)))]
             for agent in self.agents
         ]
 
@@ -201,6 +203,18 @@ def _is_moment(doing: set[str], ranks: list[Rank]) -> bool:
     return bool(does & doing) and ("load" in doing or not does & {"begin", "load", "first step"})
 
 
+def _of(process: psutil.Process, notes: list[Path] | None) -> Path | None:
+    """Return the newest of the notes under a process's number, if this process made it.
+
+    Numbers are used again, also by processes that are no ranks.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        since = process.create_time() - 1  # the clock of processes starts at a whole second
+        if notes and int(notes[-1].name.split(".")[0]) / 1e9 > since:
+            return notes[-1]
+    return None
+
+
 def _below(agent: Forked) -> list[psutil.Process]:
     """Return the living processes that a torchrun started."""
     below = []
@@ -247,18 +261,21 @@ def losses_of(folder: Path) -> tuple[dict[int, set[str]], Counter[int], Counter[
 
 
 def undisturbed(folder: Path, steps: int) -> tuple[dict[int, set[str]], list[str]]:
-    """Run the job without hits; return its losses, and what its ranks held, in time."""
+    """Run the job without hits.
+
+    Returns:
+        Its losses; and in time, the most that a rank held, once all had saved three times.
+    """
     soak, held = Soak(folder, steps, restarts=0), []
     while any(agent.is_alive() for agent in soak.agents):
-        ranks = [rank.process for ranks in soak.hosts() for rank in ranks]
+        ranks = [rank for ranks in soak.hosts() for rank in ranks]
         with contextlib.suppress(psutil.NoSuchProcess):
-            mb = max(one.memory_info().rss for one in ranks) >> 20 if ranks else 0
-            files, threads = (
-                max(count(one) for one in ranks) if ranks else 0
-                for count in (psutil.Process.num_fds, psutil.Process.num_threads)
-            )
-            if len(ranks) == 2 * PER_HOST:
-                held.append(f"{mb} MB, {files} open files, {threads} threads")
+            mb = max((one.process.memory_info().rss for one in ranks), default=0) >> 20
+            n_files = max((one.process.num_fds() for one in ranks), default=0)
+            n_threads = max((one.process.num_threads() for one in ranks), default=0)
+            n_saved = min((one.notes.read_text().count("saved\n") for one in ranks), default=0)
+            if len(ranks) == 2 * PER_HOST and n_saved > 2:  # the first steps load code
+                held.append(f"{mb} MB, {n_files} open files, {n_threads} threads")
         time.sleep(5)
     for agent in soak.agents:
         status, _, err = agent.communicate()

@@ -58,9 +58,9 @@ def run(run: Run) -> Outcome:
             outcome.of(_LOST, _RANKS).add(side, _KILL_AT - resumed["first"])
         assert losses[STOCK] == losses[OURS], losses
     outcome.of(_LOST, _RANKS).unit = "steps"
-    whole = outcome.of(_WHOLE, _RANKS).samples
-    claim = f"{_WHOLE}, beside checkpoints every {_BETWEEN} steps"
-    outcome.checks.append(Check.faster(claim, 1, whole[STOCK], whole[OURS]))
+    # No target for the time: most of it is the start of processes, which is the same on both sides.
+    n_lost = max(outcome.of(_LOST, _RANKS).samples[OURS])
+    outcome.checks.append(Check(_LOST, n_lost, 0, at_least=False, unit="steps"))
     run.tell(repetitions, repetitions + 1, "store operations")
     for size in sizes:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -255,6 +257,42 @@ assert seen == [True] * 8 * 40, seen
 
 def test_from_threads_that_begin_at_once() -> None:
     subprocess.run([sys.executable, "-c", _FROM_THREADS], check=True, timeout=SECONDS)
+
+
+def _from_threads(n_threads: int, n_times: int) -> list[list[bool]]:
+    """Whether uneven and even rows are gathered as they were, by thread; the last has torch's mesh.
+
+    Each thread has a mesh with groups of its own, so that they need no order among them.
+    """
+    meshes: list[StockDeviceMesh] = []
+    for number in range(n_threads):
+        mesh = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("dp", "tp"), isolate=f"thread {number}"
+        )
+        mesh.flatten("dp_tp")
+        meshes.append(mesh)
+    with side("stock") as family:
+        stock = family.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        stock._flatten("dp_tp")
+        meshes.append(stock)
+        barrier = threading.Barrier(len(meshes))
+
+        def work(mesh: StockDeviceMesh) -> list[bool]:
+            barrier.wait()
+            seen = []
+            for rows in (5, 8) * n_times:
+                whole = torch.arange(rows * 7.0).reshape(rows, 7)
+                tensor = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+                seen.append(torch.equal(tensor.full_tensor(), whole))
+            return seen
+
+        with ThreadPoolExecutor(len(meshes)) as pool:
+            return [*pool.map(work, meshes)]
+
+
+def test_threads_gather_all_rows_beside_one_that_uses_torchs_mesh(crew: Crew) -> None:
+    ours, stock = [True, True] * 20, [False, True] * 20
+    assert crew.run(_from_threads, 4, 3, 20) == [[ours, ours, ours, stock]] * 4
 
 
 _IMPORTED_LATE = """

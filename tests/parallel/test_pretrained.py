@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,6 +35,7 @@ from meshverse.parallel import (
 
 pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
 
+from checkpoint_job import config_of
 from checkpoints import (
     ARRANGEMENTS,
     arranged,
@@ -44,13 +46,13 @@ from checkpoints import (
     tensors_in,
     values_of,
 )
-from hf_families import families, full
+from hf_families import families
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from wrapped_models import WithValueHead
 
 _JOB = Path(__file__).with_name("checkpoint_job.py")
-_SECONDS = 900  # for a job that reads or writes a gigabyte, on a busy machine
+_SECONDS = 3600  # for a job that reads or writes a gigabyte, on a busy machine
 _BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
 _BUFFERS = 1 << 27  # a buffer of 64 MiB, and what the allocator keeps
 
@@ -79,13 +81,8 @@ def _first_round_trip(family: str, folder: str) -> str:
     return " ".join(refusals)
 
 
-_LONG_FAMILIES = [
-    "deepseek_v3",
-    "gemma3n_text",
-    "gpt_oss",
-    "gptj",
-    "phimoe",
-]  # of the sweep: the rest
+# Each round trip of the others belongs to the sweep.
+_LONG_FAMILIES = {"deepseek_v3", "gemma3n_text", "gpt_oss", "gptj", "phimoe"} & {*families()}
 
 
 @pytest.mark.parametrize("family", in_tiers(families(), ["gemma3_text", "phi3"], _LONG_FAMILIES))
@@ -154,19 +151,29 @@ def _make(folder: Path, layers: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("how", ["load", "initialize"])
 @pytest.mark.parametrize("arrangement", ["fsdp 4", "tp 2 x fsdp 2", "pp 2 x fsdp 2"])
-def test_memory_is_that_of_the_shards_and_a_tensor(tmp_path: Path, arrangement: str) -> None:
-    _make(tmp_path / "given", 12)
-    folders = [tmp_path / each for each in ("given", "saved")]
+def test_memory_is_that_of_the_shards_and_a_tensor(
+    tmp_path: Path, how: str, arrangement: str
+) -> None:
+    given, logs = tmp_path / "given", tmp_path / "logs"
+    if how == "load":
+        _make(given, 12)
+    else:
+        config_of(12).save_pretrained(given)
     job = torchrun(
-        4, _JOB, "memory", arrangement, *folders, folder=tmp_path / "logs", env=_environment()
+        *(4, _JOB, "memory", how, arrangement, given, tmp_path / "saved"),
+        folder=logs,
+        env=_environment(),
     )
-    status, _, _ = job.communicate(_SECONDS)
-    assert status == 0, printed_by(0, tmp_path / "logs", "stderr")
+    status, _, errors = job.communicate(_SECONDS)
+    assert status == 0, [errors, *(printed_by(rank, logs, "stderr") for rank in range(4))]
+    for folder in ("given", "saved"):
+        shutil.rmtree(tmp_path / folder)  # pytest keeps gigabytes otherwise
     for rank in range(4):
-        seen = json.loads(printed_by(rank, tmp_path / "logs").splitlines()[-1])
+        seen = json.loads(printed_by(rank, logs).splitlines()[-1])
         assert seen["model"] * (2 if "pp" in arrangement else 1) > 10**9
-        assert seen["load"] < seen["shards"] + seen["tensor"] + _BUFFERS, seen
+        assert seen["filled"] < seen["shards"] + seen["tensor"] + _BUFFERS, seen
         # The shards are there already. One parameter is gathered while another one is written.
         assert seen["save"] < 3 * seen["tensor"] + _BUFFERS, seen
 
@@ -186,6 +193,8 @@ def _random_states_are_kept() -> Iterator[None]:
 
 
 def _with_adapter(model: Any) -> Any:
+    has_experts = hasattr(model.config, "num_local_experts")
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if has_experts else None
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
@@ -193,16 +202,17 @@ def _with_adapter(model: Any) -> Any:
         LoraConfig(
             r=4,
             target_modules=["q_proj", "down_proj"],
+            target_parameters=experts,
             modules_to_save=["lm_head"],
             task_type="CAUSAL_LM",
         ),
     )
 
 
-def _adapter_round_trip(folder: str, arrangement: str) -> list[str]:
+def _adapter_round_trip(folder: str, family: str, arrangement: str) -> list[str]:
     """Return differences from what PEFT itself does, in words."""
     found = []
-    saved("llama", f"{folder}/base")
+    saved(family, f"{folder}/base")
     model = arranged(_with_adapter(on_meta(f"{folder}/base")), arrangement)
     with _random_states_are_kept():
         assert load_pretrained(model, f"{folder}/base") == ([], [])
@@ -243,12 +253,24 @@ def _adapter_round_trip(folder: str, arrangement: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("arrangement", in_tiers(["tp 2 x fsdp 2", "fsdp 4"], ["tp 2 x fsdp 2"]))
+_ADAPTED = [
+    ("llama", "tp 2 x fsdp 2"),
+    ("llama", "fsdp 4"),
+    ("mixtral", "ep 2 x tp 2"),
+    ("mixtral", "ep 4"),
+    ("gpt_oss", "ep 4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "arrangement"),
+    in_tiers(_ADAPTED, [("llama", "tp 2 x fsdp 2"), ("mixtral", "ep 2 x tp 2")]),
+)
 def test_an_adapter_is_loaded_and_saved_as_peft_does(
-    crew: Crew, tmp_path: Path, arrangement: str
+    crew: Crew, tmp_path: Path, family: str, arrangement: str
 ) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
-    assert crew.run(_adapter_round_trip, 4, str(tmp_path), arrangement) == [[]] * 4
+    assert crew.run(_adapter_round_trip, 4, str(tmp_path), family, arrangement) == [[]] * 4
 
 
 def _injected_round_trip(folder: str) -> list[str]:
@@ -289,21 +311,18 @@ def test_an_adapter_of_pipeline_stages_is_one_file(crew: Crew, tmp_path: Path) -
 
 def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
     """Load and save after forwards; return whether keys and values are those of the other one."""
-    expected = saved("llama", f"{folder}/given", tied=True)
+    saved("llama", f"{folder}/given", tied=True)
     device_mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
     model = fsdp2_strategy_parallelize(
         on_meta(f"{folder}/given"),
         device_mesh,
-        mp_policy=MixedPrecisionPolicy(),
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16),  # of what is gathered
         cpu_offload=offload,
         reshard_after_forward=False,
     )
     load_pretrained(model, f"{folder}/given", device="cpu" if offload else None)
     tokens = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        before = full(model(tokens, use_cache=False).logits)
-        alone = expected(tokens, use_cache=False).logits
-    torch.testing.assert_close(before, alone)
+    model(tokens, use_cache=False)
     other = saved("llama", f"{folder}/other", tied=True, rms_norm_eps=1e-2)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -319,7 +338,8 @@ def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
     save_pretrained(model, f"{folder}/saved")
     seen, wanted = tensors_in(f"{folder}/saved"), tensors_in(f"{folder}/other")
     return seen.keys() == wanted.keys(), all(
-        torch.equal(seen[name], wanted[name]) for name in wanted
+        seen[name].dtype == each.dtype and torch.equal(seen[name], each)
+        for name, each in wanted.items()
     )
 
 
@@ -422,10 +442,10 @@ def _load_own(model: Any, folder: str) -> object:
 
 
 def _load_changed(model: Any, folder: str, change: Callable[[dict[str, Any]], object]) -> object:
-    tensors = tensors_in(f"{folder}/given")
-    change(tensors)
     name = Path(folder, "given", "model.safetensors")
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # alone: others would read what it has changed
+        tensors = tensors_in(f"{folder}/given")
+        change(tensors)
         save_file(tensors, name)
     dist.barrier()
     return load_pretrained(model, name.parent)

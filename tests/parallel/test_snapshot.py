@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 import torch.distributed as dist
 from snapshot_job import WIDTH, Job
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -68,6 +73,22 @@ def test_losses_after_a_load_equal_those_without_one(
         assert (step, later) == (3, losses[3:])
     for host in ("host0", "host1"):
         assert len(names_in(tmp_path / host)) <= 4 * 2 * (1 + copies)
+
+
+def _begin_anew(root: Path) -> list[float]:
+    job, snapshot = Job(1), Snapshot(_folder(root))
+    assert snapshot.load(job.state) is None
+    losses = [job.step() for _ in range(3)]
+    snapshot.save(3, job.state)
+    return losses
+
+
+def test_a_job_that_finds_a_part_of_a_step_begins_like_one_that_finds_nothing(
+    crew: Crew, tmp_path: Path
+) -> None:
+    losses = crew.run(_begin_anew, 4, tmp_path)
+    shutil.rmtree(tmp_path / "host1")
+    assert crew.run(_begin_anew, 4, tmp_path) == losses
 
 
 def _values(job: Job) -> dict[str, torch.Tensor]:
@@ -155,6 +176,29 @@ def test_4_ranks_go_on_from_8(crew: Crew, tmp_path: Path) -> None:
         assert first == 3
         assert losses == pytest.approx(expected[3:], rel=1e-5)
     assert len(set(expected)) == 6
+
+
+def _train_staged(root: Path) -> tuple[int | None, float, float]:
+    job, snapshot = Job(1), Snapshot(_folder(root))
+    # Pinned memory and copies that do not block need CUDA.
+    stager = DefaultStager(StagingOptions(False, False, use_non_blocking_copy=False))
+    staged: Any = None
+    for step in range(4):
+        loss = job.step()  # changes the state in place
+        if staged:
+            snapshot.save(step, staged)
+        staging = stager.stage({key: value.state_dict() for key, value in job.state.items()})
+        assert isinstance(staging, Future)
+        staged = staging.result()
+    stager.close()
+    dist.barrier()
+    loaded = Snapshot(_folder(root)).load(job.state)
+    return loaded, job.step(), loss
+
+
+def test_a_staged_state_is_saved_as_it_was_when_it_was_staged(crew: Crew, tmp_path: Path) -> None:
+    for step, again, loss in crew.run(_train_staged, 4, tmp_path):
+        assert (step, again) == (3, loss)
 
 
 # --- Small states --------------------------------------------------------------------------------
@@ -292,6 +336,52 @@ def test_shards_of_fsdp1_are_refused_by_name(crew: Crew, tmp_path: Path) -> None
             "'parameters._fsdp_wrapped_module._flat_param' is a FlatParameter, whose parts"
         )
         assert "Use fully_shard (FSDP2) in place of" in of_state
+
+
+# --- What a save and a load leave behind ----------------------------------------------------------
+
+_CHANGING, _STEPS = 100, 10
+
+
+def _held(root: Path) -> tuple[dict[str, int], int]:
+    """Return what this process and all folders have while no rank saves, and Python's blocks."""
+    gc.collect()
+    dist.barrier()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    held = {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "maps of files": sum("/" in line for line in maps),
+        "files": sum(path.is_file() for path in root.rglob("*")),
+    }
+    dist.barrier()
+    return held, sys.getallocatedblocks()
+
+
+def _save_and_load_often(root: Path) -> list[tuple[dict[str, int], int]]:
+    tensor, held = _state(1)["sharded"], []
+    for _ in range(4):  # attempts
+        snapshot, state = Snapshot(_folder(root), copies=1), {"sharded": tensor}
+        names = [str(number) for number in range(_CHANGING)]
+        first = snapshot.load({**state, "numbers": dict.fromkeys(names, 0.0)}) or 0
+        for step in range(first + 1, first + 1 + _STEPS):
+            if step == first + 4:  # as many saves as fill the folder
+                held.append(_held(root))
+            numbers = {name: step + float(name) / 1000 for name in names}
+            snapshot.save(step, {**state, "numbers": numbers})
+            dist.barrier()
+        held.append(_held(root))
+    return held
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts are read from /proc")
+def test_nothing_grows_with_saves_and_loads(crew: Crew, tmp_path: Path) -> None:
+    for looks in crew.run(_save_and_load_often, 4, tmp_path):
+        held, blocks = zip(*looks, strict=True)
+        assert held[0]["files"] == 4 * 2 * 2  # ranks; kept steps; own files and copies
+        assert held[2:] == (held[2],) * len(held[2:])
+        # Each number of an earlier step that were kept would take a block.
+        assert blocks[-1] - blocks[-2] < _CHANGING * (_STEPS - 3)
 
 
 # --- Kills in the middle of a save ---------------------------------------------------------------

@@ -121,7 +121,12 @@ def test_defaults(crew: Crew) -> None:
 @pytest.mark.parametrize(
     ("tp_size", "settings", "error", "message"),
     [
-        (4, {}, ValueError, "num_key_value_heads=2 of Llama.* is not divisible by tp_size=4"),
+        (
+            4,
+            {},
+            ValueError,
+            r"num_key_value_heads=2 of Llama.* tp_size=4, .* and num_attention_heads=4: 1 or 2\.",
+        ),
         (2, {"activation_checkpointing": "some"}, ValueError, "activation_checkpointing='some'"),
         (
             2,

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
-from tp_models import BOUND
+from tp_models import BOUND, FEATURES, HEADS, TOKENS, WIDTH, mesh_of_two, run
 
-import meshverse
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
@@ -26,7 +25,6 @@ from meshverse.parallel import (
 )
 from meshverse.parallel.styles.local_styles import PackedColwiseParallel, PackedRowwiseParallel
 
-WIDTH, HEADS, FEATURES, TOKENS = 12, 4, 6, 5
 SUMMED = ReplicatedWithGradAllreduce
 Inner = Callable[["Attention", Tensor], Tensor]
 
@@ -195,25 +193,6 @@ SHORT = ("temperature", "norm in a sequence", "nested")
 def make(case: str) -> nn.Module:
     torch.manual_seed(3)
     return CASES[case][0]().double()
-
-
-def mesh_of_two() -> meshverse.DeviceMesh:
-    return meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def run(model: nn.Module) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    given = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
-    output = model(given.requires_grad_())
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    (output * weights).sum().backward()
-    seen = {"output": output.detach(), "input": given.grad}
-    seen |= {name: full(each.grad) for name, each in model.named_parameters()}
-    return {name: each for name, each in seen.items() if each is not None}
 
 
 def errors_of(case: str) -> dict[str, float]:

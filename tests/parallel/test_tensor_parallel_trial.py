@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,14 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
-from tp_models import BOUND
+from tp_models import BOUND, FEATURES, HEADS, WIDTH, mesh_of_two, run
 
-import meshverse
 from helpers.crew import Crew
 from helpers.worlds import fake_world
-from meshverse.parallel import LocalParameters, ReplicatedWithGradAllreduce, apply_tp_plan
+from meshverse.parallel import (
+    LocalParameters,
+    Replicated,
+    ReplicatedWithGradAllreduce,
+    apply_tp_plan,
+)
 
-WIDTH, HEADS, FEATURES, TOKENS, INNER = 12, 4, 6, 5, 16
+INNER = 16
 
 
 class Attention(nn.Module):
@@ -267,6 +271,68 @@ class OldNormalized(MLP):
         nn.utils.weight_norm(self.up)  # type: ignore[no-untyped-call]
 
 
+class DirectInput(MLP):
+    """The output is right on each rank; the gradient of the hidden states is that of one rank."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.up(hidden).sigmoid() * hidden.mean(-1, keepdim=True))
+
+
+class Temperature(Attention):
+    def build(self) -> None:
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return query @ key.mT * self.temperature
+
+
+class _MeanGradient(torch.autograd.Function):
+    """The identity, whose backward subtracts the mean over features."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor) -> Tensor:
+        return inner.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient - gradient.mean(-1, keepdim=True)
+
+
+class OwnBackward(MLP):
+    def between(self, inner: Tensor) -> Tensor:
+        output: Tensor = _MeanGradient.apply(inner)  # type: ignore[no-untyped-call]
+        return output.sigmoid()
+
+
+class AfterDown(MLP):
+    """After the row-wise layer, each rank uses its output on features of its own."""
+
+    def build(self) -> None:
+        self.second = nn.Linear(INNER, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.up(hidden).sigmoid()
+        return self.second(inner * self.down(inner).mean(-1, keepdim=True))
+
+
+class InPlace(MLP):
+    def between(self, inner: Tensor) -> Tensor:
+        inner *= 2
+        return inner
+
+
+class InPlaceAfter(MLP):
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = super().forward(hidden)
+        output += 1
+        return output
+
+
+class Detached(MLP):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.up(hidden).sigmoid() * hidden.detach().mean(-1, keepdim=True))
+
+
 class Multihead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -302,9 +368,10 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
         UP_DOWN | {"conv": LocalParameters(dict.fromkeys(("weight", "bias", "groups"), Shard(0)))},
     ),
     "own layers": (OwnLayers, UP_DOWN),
+    "detached": (Detached, UP_DOWN),
 }
 _TRIED = "computes something else with 2 ranks' parts"
-_NO_ENTRY = "has no entry for the parameters"
+_GRADIENT = f"{_TRIED}.*relative error of the gradient of "
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
     **{
         each.__name__: (each, QKV, _TRIED)
@@ -314,9 +381,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         each.__name__: (each, UP_DOWN, _TRIED)
         for each in (Softmax, FunctionalNorm, GroupNorm, Halves, DividedByWidth, Transposed)
     },
-    **{each.__name__: (each, QKV, _NO_ENTRY) for each in (PerHead, LayerScale, RelativeBias)},
-    **{each.__name__: (each, UP_DOWN, _NO_ENTRY) for each in (Gated, Convolved)},
-    "shared norm": (SharedNorm, _TWICE, _NO_ENTRY),
     "one of two": (
         SharedNorm,
         _TWICE | {"first.norm": ReplicatedWithGradAllreduce()},
@@ -326,6 +390,32 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         Convolved,
         UP_DOWN | {"conv": LocalParameters({"weight": Shard(0), "bias": Shard(0)})},
         _TRIED,
+    ),
+    **{
+        each.__name__: (each, UP_DOWN, f"{_TRIED}.*must not be changed in place")
+        for each in (InPlace, InPlaceAfter)
+    },
+    "hidden states between": (DirectInput, UP_DOWN, f"{_GRADIENT}input 0"),
+    "own backward": (OwnBackward, UP_DOWN, f"{_GRADIENT}input 0"),
+    "after a row-wise layer": (
+        AfterDown,
+        UP_DOWN | {"second": RowwiseParallel()},
+        f"{_TRIED}.*different gradients of the output of 'down'",
+    ),
+    "a temperature not summed": (
+        Temperature,
+        QKV | {"": LocalParameters({"temperature": Replicate()})},
+        f"{_GRADIENT}'temperature'",
+    ),
+    "a norm not summed": (
+        Normed,
+        QKV | {"norm": Replicated()},
+        f"{_GRADIENT}'norm.bias'",
+    ),
+    "layer scale summed": (
+        LayerScale,
+        QKV | {"": LocalParameters(summed=["gamma"])},
+        f"{_GRADIENT}'gamma'",
     ),
     "tied": (Tied, UP_DOWN, "are one parameter, but the plan would split it in different ways"),
     "parametrized": (Normalized, UP_DOWN, "down: RowwiseParallel.* splits a weight, which Param"),
@@ -337,25 +427,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
 def make(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return build().double()
-
-
-def mesh_of_two() -> meshverse.DeviceMesh:
-    return meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def run(model: nn.Module) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    given = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
-    output = model(given.requires_grad_())
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    (output * weights).sum().backward()
-    seen = {"output": output.detach(), "input": given.grad}
-    seen |= {name: full(each.grad) for name, each in model.named_parameters()}
-    return {name: each for name, each in seen.items() if each is not None}
 
 
 def all_errors() -> dict[str, float]:
@@ -392,14 +463,110 @@ class WithMask(MLP):
         return self.down(self.between(self.up(hidden)) * mask)
 
 
-@pytest.mark.parametrize("build", [MLP, WithMask])
+def rejects(hidden: Tensor) -> None:
+    raise TypeError("an input that no trial knows")
+
+
+class Unknown(MLP):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rejects(hidden) or hidden
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each for each in caplog.messages if "was not tried" in each]
+
+
+@pytest.mark.parametrize("build", [MLP, WithMask, Unknown])
 def test_what_cannot_be_tried_is_logged(
     build: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     with fake_world(2), caplog.at_level(logging.WARNING):
         apply_tp_plan(make(build), mesh_of_two(), UP_DOWN)
-    seen: list[Any] = [each for each in caplog.messages if "was not tried" in each]
-    assert len(seen) == (build is WithMask)
+    assert len(warnings_of(caplog)) == (build is not MLP)
+
+
+class Masked(nn.Module):
+    """A model whose inner modules get what only the model can give them."""
+
+    def __init__(self, inner: Callable[[], nn.Module], n_layers: int = 1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(inner() for _ in range(n_layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, mask=torch.linspace(0, 1, hidden.size(1))[:, None])
+        return hidden
+
+
+class MaskedSoftmax(WithMask):
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.softmax(-1)
+
+
+_LAYERS: Plan = {f"layers.*.{name}": style for name, style in UP_DOWN.items()}
+
+
+def test_inputs_come_from_a_run_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    state = torch.get_rng_state()
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        with pytest.raises(ValueError, match=rf"'layers.0' \(MaskedSoftmax\) {_TRIED}"):
+            apply_tp_plan(Masked(MaskedSoftmax), mesh_of_two(), _LAYERS)
+        before = torch.get_rng_state()
+        apply_tp_plan(Masked(WithMask), mesh_of_two(), _LAYERS)
+    assert not warnings_of(caplog)
+    assert not torch.equal(state, before)  # weights of the models
+
+
+class Noted(WithMask):
+    """Notes each run of its forward, by the number of its layer."""
+
+    runs: ClassVar[list[int]] = []
+
+    def __init__(self, number: int, kind: str, inner: int = INNER) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.number, self.kind = number, kind
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        self.runs.append(self.number)
+        return super().forward(hidden, mask)
+
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.softmax(-1) if self.kind == "softmax" else getattr(inner, self.kind)()
+
+
+def tried(*layers: Noted) -> set[int]:
+    """Return the numbers of the layers that are tried, and not only run as part of the model."""
+    model = Masked(iter(layers).__next__, len(layers))
+    Noted.runs.clear()
+    with fake_world(2):
+        apply_tp_plan(model, mesh_of_two(), _LAYERS)
+    return {layer.number for layer in layers if Noted.runs.count(layer.number) > 1}
+
+
+def test_one_of_equal_modules_is_tried() -> None:
+    assert tried(*(Noted(number, "sin") for number in range(12))) == {0}
+    kinds = ("sin", "sin", "cos", "sin", "cos")
+    assert tried(*(Noted(*each) for each in enumerate(kinds))) == {0, 2}
+    inner = (INNER, 2 * INNER, INNER, 2 * INNER)
+    assert tried(*(Noted(number, "sin", each) for number, each in enumerate(inner))) == {0, 1}
+
+
+def test_modules_that_may_differ_are_tried_apart() -> None:
+    layers = [Noted(number, "sin") for number in range(6)]
+    layers[2].number = 7  # not that of its layer
+    layers[3].scale = object()  # type: ignore[assignment]
+    layers[4].register_buffer("shift", torch.zeros(2))
+    layers[5].register_buffer("shift", torch.ones(2))
+    assert tried(*layers) == {0, 7, 3, 4, 5}
+
+
+def test_a_wrong_module_among_others_is_found() -> None:
+    kinds = ("sin", "sin", "sin", "softmax", "sin")
+    with pytest.raises(ValueError, match=rf"'layers.3' \(Noted\) {_TRIED}"):
+        tried(*(Noted(*each) for each in enumerate(kinds)))
 
 
 def test_models_without_values_are_tried_too() -> None:
@@ -410,3 +577,29 @@ def test_models_without_values_are_tried_too() -> None:
             apply_tp_plan(wrong, mesh_of_two(), UP_DOWN)
         apply_tp_plan(right, mesh_of_two(), UP_DOWN)
     assert isinstance(right.up.weight, DTensor)
+
+
+def test_a_trial_holds_no_weights_of_the_whole_model() -> None:
+    with torch.device("meta"):
+        model = Masked(MaskedSoftmax)
+        model.head = nn.Linear(2**20, 2**17)  # of half a terabyte
+    with fake_world(2), pytest.raises(ValueError, match=rf"'layers.0' .*{_TRIED}"):
+        apply_tp_plan(model, mesh_of_two(), _LAYERS)
+
+
+class Rotary(WithMask):
+    """A buffer, which has no values on the meta device."""
+
+    def build(self) -> None:
+        self.register_buffer("angles", torch.rand(INNER // 2), persistent=False)
+
+    def between(self, inner: Tensor) -> Tensor:
+        return inner * self.angles.sum()
+
+
+def test_buffers_without_values_are_no_obstacle(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model = Masked(Rotary)
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(model, mesh_of_two(), _LAYERS)
+    assert not warnings_of(caplog)

@@ -230,14 +230,17 @@ def test_peft_itself_equals_one_process(crew: Crew) -> None:
         assert split > count // 2
 
 
-def with_peft(family: str, tied: bool = False, **settings: Any) -> nn.Module:
+def with_peft(
+    family: str, tied: bool = False, changes: dict[str, Any] | None = None, **settings: Any
+) -> nn.Module:
     import peft
 
     settings = {"target_modules": [*wrapped_models.ATTENTION, *wrapped_models.MLP]} | settings
     config = peft.LoraConfig(r=4, init_lora_weights=False, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's own, of patterns and deprecated names
-        return peft.get_peft_model(hf_families.tiny_model(family, tied=tied), config)
+        model = hf_families.tiny_model(family, tied=tied, **changes or {})
+        return peft.get_peft_model(model, config)
 
 
 def error_of_peft(plan: str = "own", tied: bool = False, **more: Any) -> tuple[float, int, int]:
@@ -310,20 +313,50 @@ def test_what_peft_wraps_and_cannot_be_split_is_refused_by_name(name: str) -> No
         mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
         with pytest.raises(ValueError, match=message):
             apply_tensor_parallelism(model, mesh["tp"])
-        if family == "qwen3_moe":
-            with pytest.raises(ValueError, match=message):
-                fsdp2_strategy_parallelize(model, mesh, ep_size=2)
     assert {own: id(each) for own, each in model.named_parameters()} == before
 
 
-def error_of_adapted_experts(sizes: dict[str, int], settings: dict[str, Any]) -> float:
+_NOT_DISTRIBUTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "bias": (
+        {},
+        {"target_parameters": ["mlp.experts.down_proj_bias"]},
+        r"PEFT adapts 'down_proj_bias' of its experts, .* \['gate_up_proj', 'down_proj'\] can be",
+    ),
+    "rows": (
+        {"hidden_size": 30},
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        r"lora_B of the adapter 'default' of down_proj has 30 rows, which 4 ranks",
+    ),
+}
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are a list")
+@pytest.mark.parametrize("name", _NOT_DISTRIBUTED)
+def test_adapters_that_cannot_be_distributed_with_experts_are_refused_by_name(name: str) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    changes, settings, message = _NOT_DISTRIBUTED[name]
+    model = with_peft("gpt_oss", changes=changes, target_modules=["q_proj"], **settings)
+    before = {own: id(each) for own, each in model.named_parameters()}
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        with pytest.raises(ValueError, match=message):
+            fsdp2_strategy_parallelize(model, mesh, ep_size=4)
+    assert {own: id(each) for own, each in model.named_parameters()} == before
+
+
+def error_of_adapted_experts(family: str, sizes: dict[str, int], settings: dict[str, Any]) -> float:
     """The largest relative error, of the adapters of experts among others."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    whole = with_peft("qwen3_moe", target_parameters=experts)
+    whole = with_peft(family, target_modules=["q_proj"], target_parameters=experts)
     model = copy.deepcopy(whole)
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(**sizes))
     fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy(), **settings)
     seen, expected = hf_families.run(model), hf_families.run(whole)
+    if settings.get("ep_size", 1) > 1:
+        held = {name: each for name, each in model.named_parameters() if "experts" in name}
+        assert all(
+            each.to_local().numel() * settings["ep_size"] <= each.numel() for each in held.values()
+        )
     adapters = [each for name, each in expected.items() if "experts" in name and "lora_" in name]
     assert adapters
     assert all(each is not None and each.any() for each in adapters)
@@ -331,15 +364,20 @@ def error_of_adapted_experts(sizes: dict[str, int], settings: dict[str, Any]) ->
     return error
 
 
-_ADAPTED: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
-    "fsdp2": (2, {}, {}),
-    "tp and fsdp2": (4, {"tp_size": 2}, {"tp_shard_plan": LLAMA_PLAN}),
+_ADAPTED: dict[str, tuple[int, str, dict[str, int], dict[str, Any]]] = {
+    "fsdp2": (2, "qwen3_moe", {}, {}),
+    "tp and fsdp2": (4, "qwen3_moe", {"tp_size": 2}, {"tp_shard_plan": LLAMA_PLAN}),
+    "ep": (4, "qwen3_moe", {}, {"ep_size": 2}),
+    "ep and tp": (4, "qwen3_moe", {"tp_size": 2}, {"ep_size": 2}),
+    "an expert a rank": (4, "qwen3_moe", {}, {"ep_size": 4}),
+    "features first": (2, "gpt_oss", {}, {"ep_size": 2}),
+    "an expert a rank, features first": (4, "gpt_oss", {}, {"ep_size": 4}),
 }
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are a list")
-@pytest.mark.parametrize("name", in_tiers(_ADAPTED, ["tp and fsdp2"]))
-def test_adapters_of_experts_that_are_not_split_equal_one_process(crew: Crew, name: str) -> None:
+@pytest.mark.parametrize("name", in_tiers(_ADAPTED, ["ep and tp"]))
+def test_adapters_of_experts_equal_one_process(crew: Crew, name: str) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     ranks, *case = _ADAPTED[name]
     for error in crew.run(error_of_adapted_experts, ranks, *case):

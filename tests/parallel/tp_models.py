@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from rounding import rounding
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-WIDTH, HEADS, FEATURES, VOCABULARY = 12, 4, 6, 10
+import meshverse
+
+WIDTH, HEADS, FEATURES, TOKENS, VOCABULARY = 12, 4, 6, 5, 10
 
 # Sums are over up to 24 features of all heads, of less than a dozen operations in a row each way.
 BOUND = rounding(torch.float64, terms=HEADS * FEATURES, steps=2 * 12)  # about 1e-13
@@ -105,3 +108,23 @@ def example(kind: type[nn.Module]) -> Tensor:
         return torch.arange(VOCABULARY).reshape(2, 5)
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, 3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def mesh_of_two() -> meshverse.DeviceMesh:
+    return meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run(model: nn.Module) -> dict[str, Tensor]:
+    """The output for hidden states of (2, TOKENS, WIDTH), and all gradients, as full tensors."""
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+    output = model(given.requires_grad_())
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    (output * weights).sum().backward()
+    seen = {"output": output.detach(), "input": given.grad}
+    seen |= {name: full(each.grad) for name, each in model.named_parameters()}
+    return {name: each for name, each in seen.items() if each is not None}

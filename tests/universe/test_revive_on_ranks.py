@@ -30,7 +30,7 @@ from helpers.sleeping import sleep
 from helpers.tiers import in_tiers
 from helpers.training import make_model, tensor_parallel
 from meshverse import DeviceMesh, init_device_mesh, isolate
-from meshverse.parallel import Reshard
+from meshverse.parallel import Reshard, Snapshot
 
 # --- training -------------------------------------------------------------------------------------
 
@@ -240,6 +240,30 @@ def _moved(folder: str) -> bool:
 @pytest.mark.long
 def test_a_reshard_goes_on(crew: Crew, tmp_path: Path) -> None:
     assert crew.run(_moved, 4, str(tmp_path)) == [True] * 4
+
+
+def _kept_in_memory(folder: str) -> list[tuple[int | None, list[float]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    own = mesh.flatten("all", isolate="own").get_group()
+    snapshots = [Snapshot(f"{folder}/default"), Snapshot(f"{folder}/own", process_group=own)]
+    del own
+    state = {"w": distribute_tensor(torch.arange(8.0), mesh["dp"], [Shard(0)])}
+    for snapshot in snapshots:
+        snapshot.save(1, state)
+    sleep(folder)
+    meshverse.revive(snapshots)
+    loaded = []
+    for snapshot in snapshots:
+        snapshot.save(2, state)
+        state["w"].to_local().zero_()
+        loaded.append((snapshot.load(state), state["w"].full_tensor().tolist()))
+    return loaded
+
+
+@pytest.mark.long
+def test_a_snapshot_goes_on(crew: Crew, tmp_path: Path) -> None:
+    expected = (2, list(range(8)))
+    assert crew.run(_kept_in_memory, 4, str(tmp_path)) == [[expected, expected]] * 4
 
 
 def _saved(folder: str) -> list[float]:

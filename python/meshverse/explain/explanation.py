@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _SHOWN_THREADS = 6
 
 _MEANING = (
-    "Reused: served by an existing group. Saved: groups that torch would have created in addition. "
-    "torch creates one per request, unless it uses the default group too."
+    "Reused: served by an existing group.",
+    "Saved: groups that torch would have created besides. It uses the default group too.",
 )
 
 
@@ -223,7 +223,7 @@ class Explanation:
         return [f"All groups: {equal}."] if equal else [], rows, numbers
 
     def _foot(self) -> list[str]:
-        foot = [_MEANING]
+        foot = [*_MEANING]
         foot += [
             f"Shared, and called by several threads: {', '.join(group.requests)} (ranks "
             f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "

@@ -35,7 +35,7 @@ _NAMES = {
     "models.modules": "import_class_from_path import_classes_from_paths",
     "pipeline.schedule": "PipelineSchedule pipeline_schedule pipeline_stages",
     "pipeline.stage": "split_into_stages",
-    "pretrained.load": "IncompatibleKeys load_pretrained",
+    "pretrained.load": "IncompatibleKeys initialize_weights load_pretrained",
     "pretrained.save": "save_pretrained",
     "reshard.reshard": "Reshard ReshardWork redistribute",
     "reshard.sides": "Piece",

@@ -29,7 +29,7 @@ from .models.checkpointing import apply_activation_checkpointing
 from .models.modules import import_class_from_path, import_classes_from_paths
 from .pipeline.schedule import PipelineSchedule, pipeline_schedule, pipeline_stages
 from .pipeline.stage import split_into_stages
-from .pretrained.load import IncompatibleKeys, load_pretrained
+from .pretrained.load import IncompatibleKeys, initialize_weights, load_pretrained
 from .pretrained.save import save_pretrained
 from .reshard.reshard import Reshard, ReshardWork, redistribute
 from .reshard.sides import Piece
@@ -103,6 +103,7 @@ __all__ = [
     "get_total_norm",
     "import_class_from_path",
     "import_classes_from_paths",
+    "initialize_weights",
     "llama_tp_plan",
     "load_pretrained",
     "megatron_fsdp_strategy_parallelize",

@@ -65,9 +65,9 @@ def revive(*holders: object, timeout: timedelta | None = None) -> tuple[Universe
 
     Args:
         holders: objects that keep process groups themselves, in lists and dictionaries or not:
-            modules (with FSDP2's groups inside), torch's pipeline stages and schedules, and
-            `PipelineSchedule`. They get the new groups. Optimizers, tensors, meshes and `Reshard`
-            keep none, and may be given.
+            modules (with FSDP2's groups inside), torch's pipeline stages and schedules,
+            `PipelineSchedule`, and a `Snapshot` that was given a group. They get the new groups.
+            Optimizers, tensors, meshes and `Reshard` keep none, and may be given.
         timeout: how long ranks wait for one another; by default the timeout of the default group.
 
     Returns:

@@ -29,6 +29,7 @@ def test_a_view_is_read_as_it_is_written() -> None:
         ("dp", "'dp' in the view 'dp' is not an axis"),
         ("dp=", "is not an axis"),
         ("=8", "is not an axis"),
+        ("pp=2 dp=4", 'several axes: write commas between them, such as "pp=2,dp=4"'),
         ("dp=2,,tp=4", "'' in the view"),
         ("dp=0", "dp=0 in the view 'dp=0' is not a size"),
         ("dp=-1", "dp=-1 in the view 'dp=-1' needs the number of ranks"),

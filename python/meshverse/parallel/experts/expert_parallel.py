@@ -14,9 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from meshverse.parallel.models.modules import child_name, matching_modules, parent_name, stage_of
+from meshverse.parallel.models.modules import (
+    BASE_LAYER,
+    child_name,
+    matching_modules,
+    parent_name,
+    stage_of,
+)
 from meshverse.parallel.styles.local_styles import replaced_attributes, sum_gradients
 
+from .adapters import (
+    add_adapters,
+    check_adapters,
+    experts_inside,
+    placements_of_adapters,
+    wrappers_of,
+)
 from .dispatch import (
     Choices,
     Routing,
@@ -27,7 +40,7 @@ from .dispatch import (
     read_routing,
     sum_choices,
 )
-from .stacked import DOWN, StackedStyle, describe, refuse_adapters
+from .stacked import DOWN, StackedStyle, describe
 from .trial import PartOfExperts, ask_for_experts, with_second
 
 ONLY_STACKED = (
@@ -47,11 +60,13 @@ class _WholeExperts(StackedStyle[PartOfExperts]):
     def run(
         self, module: Any, answer: PartOfExperts, mesh: DeviceMesh, *inputs: Any, **more: Any
     ) -> Any:
-        """Run the module's own forward with this rank's experts, on the tokens that chose them."""
-        routing = read_routing(answer, arguments_of(module, answer, inputs, more))
-        local = {name: _own_experts(module, name, answer, mesh) for name in answer.experts.names}
-        with replaced_attributes(module, {**local, **answer.numbers}):
-            own = partial(_run_rows if answer.form == "rows" else _run, module, answer)
+        """Run the experts' own forward with this rank's experts, on the tokens that chose them."""
+        experts = experts_inside(module)
+        routing = read_routing(answer, arguments_of(experts, answer, inputs, more))
+        local = {name: _own_experts(experts, name, answer, mesh) for name in answer.experts.names}
+        local = add_adapters(module, local)
+        with replaced_attributes(experts, {**local, **answer.numbers}):
+            own = partial(_run_rows if answer.form == "rows" else _run, experts, answer)
             if not answer.ignores_zeros:
                 return self.combine(routing, answer, mesh, own)
             routed = routing.hidden.detach().any(-1).nonzero().squeeze(-1)
@@ -60,12 +75,17 @@ class _WholeExperts(StackedStyle[PartOfExperts]):
             return output.new_zeros(routing.hidden.shape).index_copy(0, routed, output)
 
     def ask(self, name: str, module: nn.Module, size: int) -> PartOfExperts:
-        """Return how the module is run on a part of its experts."""
-        return ask_for_experts(name, module, self.described(name, module), size)
+        """Return how the experts in a module are run on a part of them."""
+        experts = experts_inside(module)
+        described = self.described(name, experts)
+        check_adapters(name, module, described, size)
+        return ask_for_experts(name, experts, described, size)
 
-    def placements(self, answer: PartOfExperts) -> dict[str, Placement]:
-        """Return placements that split all parameters by experts."""
-        return dict.fromkeys(answer.experts.names, Shard(0))
+    def placements(self, module: nn.Module, answer: PartOfExperts) -> dict[str, Placement]:
+        """Return placements that split all parameters by experts, and those of adapters."""
+        inside = f"{BASE_LAYER}." * len(wrappers_of(module))
+        of_experts = dict.fromkeys((f"{inside}{each}" for each in answer.experts.names), Shard(0))
+        return {**of_experts, **placements_of_adapters(module)}
 
     @abstractmethod
     def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
@@ -219,7 +239,7 @@ def expert_modules(model: nn.Module) -> list[str]:
 
     def has_experts(module: nn.Module) -> bool:
         is_list = isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
-        return is_list or describe(module) is not None
+        return is_list or describe(experts_inside(module)) is not None
 
     return [name for name in dict.fromkeys(names) if has_experts(model.get_submodule(name))]
 
@@ -264,8 +284,6 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
         ValueError: the model has no experts, or experts that cannot be distributed over `size`
             ranks.
     """
-    for name, module in model.named_modules():
-        refuse_adapters(name, module)
     names, stage = expert_modules(model), stage_of(model)
     if not names and (stage is None or not stage.model_has_experts):
         raise ValueError(

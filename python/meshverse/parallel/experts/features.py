@@ -40,7 +40,7 @@ class ExpertFeaturesParallel(StackedStyle[PartOfFeatures]):
         """Return how the module is run on a part of the features of its experts."""
         return ask_for_features(name, module, self.described(name, module), size)
 
-    def placements(self, answer: PartOfFeatures) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, answer: PartOfFeatures) -> dict[str, Placement]:
         """Return placements that split each parameter by inner features."""
         experts = answer.experts
         placements: dict[str, Placement] = dict.fromkeys(experts.biases, Shard(1))

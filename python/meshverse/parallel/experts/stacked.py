@@ -53,8 +53,7 @@ def describe(module: nn.Module) -> StackedExperts | None:
 def refuse_adapters(name: str, module: nn.Module) -> None:
     """Raise ValueError for stacked experts in PEFT's adapters of single parameters.
 
-    They add to a parameter while forward runs, with matrices of all experts: a rank's own experts
-    would need rows of one, and columns that are not neighbours of the other.
+    They add to a parameter while forward runs, by matrices of all features of all experts.
     """
     inner = module
     while adapted(inner) is not inner:
@@ -63,8 +62,8 @@ def refuse_adapters(name: str, module: nn.Module) -> None:
         raise ValueError(
             f"{name}: the experts {type(inner).__name__} are wrapped by PEFT's "
             f"{type(module).__name__}, whose adapters cannot be split with them. Merge these "
-            "adapters, leave experts out of target_parameters and of target_modules (of "
-            "'all-linear', too), or use ep_size=1 and a plan without them."
+            "adapters, distribute whole experts with ep_size=, or leave experts out of "
+            "target_parameters and of target_modules (of 'all-linear', too)."
         )
 
 
@@ -76,8 +75,8 @@ class StackedStyle(CheckedStyle, Generic[_Answer]):
         """Return how the module's own forward is run on a part; ValueError if it cannot be."""
 
     @abstractmethod
-    def placements(self, answer: _Answer) -> Mapping[str, Placement]:
-        """Return the placements of the parameters, by name."""
+    def placements(self, module: nn.Module, answer: _Answer) -> Mapping[str, Placement]:
+        """Return the placements of the module's parameters, by name."""
 
     @abstractmethod
     def run(self, module: Any, answer: _Answer, mesh: DeviceMesh, *inputs: Any, **more: Any) -> Any:
@@ -110,7 +109,7 @@ class StackedStyle(CheckedStyle, Generic[_Answer]):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         answer = self.ask(type(module).__name__, module, device_mesh.size())
-        split_parameters(module, self.placements(answer), device_mesh, self.src_data_rank)
+        split_parameters(module, self.placements(module, answer), device_mesh, self.src_data_rank)
         # A partial, not a closure: deepcopy copies it, so that a copy runs its own forward.
         module.forward = partial(self.run, module, answer, device_mesh)
         return module

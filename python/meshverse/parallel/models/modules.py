@@ -174,7 +174,9 @@ def adapted(module: nn.Module) -> nn.Module:
 
 def shallow_copy(module: _Module) -> _Module:
     """Return a copy that has the same children, parameters and buffers, in dicts of its own."""
-    copied = copy.copy(module)
+    # Not copy.copy(), which calls the constructor of a module that FSDP2 shards.
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
     for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         copied.__dict__[table] = copy.copy(module.__dict__[table])
     return copied

@@ -88,12 +88,12 @@ def _drawn(name: str, layer: nn.Module, adapter: str, how: Any) -> Iterator[tupl
     copied: Any = shallow_copy(layer)
     held: Any
     for pair in _PAIRS:
-        held = layer._modules.get(pair)
+        held = getattr(layer, pair, None)
         if held is not None and adapter in held:
-            copied._modules[pair] = type(held)({adapter: _whole_on_cpu(held[adapter])})
+            setattr(copied, pair, type(held)({adapter: _whole_on_cpu(held[adapter])}))
     copied.reset_lora_parameters(adapter, how)
     for pair in _PAIRS:
-        held = copied._modules.get(pair)
+        held = getattr(copied, pair, None)
         for own, value in () if held is None else held.named_parameters():
             yield f"{name}.{pair}.{own}", value.detach()
 
@@ -107,9 +107,8 @@ def _whole_on_cpu(held: Any) -> Any:
     if isinstance(held, Tensor):
         return empty(held)
     copied = shallow_copy(held)
-    copied._parameters.update(
-        {name: empty(each) for name, each in held._parameters.items() if each is not None}
-    )
+    for name, each in held.named_parameters(recurse=False, remove_duplicate=False):
+        setattr(copied, name, empty(each))
     return copied
 
 

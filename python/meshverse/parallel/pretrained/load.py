@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint into a model that is distributed already.
+"""Load a Hugging Face checkpoint into a model that is distributed already, or initialize it.
 
 Example:
     >>> with torch.device("meta"):  # doctest: +SKIP
@@ -6,13 +6,17 @@ Example:
     >>> fsdp2_strategy_parallelize(model, mesh)  # doctest: +SKIP
     >>> load_pretrained(model, "checkpoints/llama")  # doctest: +SKIP
     IncompatibleKeys(missing_keys=[], unexpected_keys=[])
+
+    To train from scratch:
+
+    >>> initialize_weights(model)  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +31,15 @@ from .adapters import adapter_of, adapter_places, first_values
 from .agreement import check_is_same, gathered, together
 from .deferred import Deferred, Known, Source, source_of
 from .files import CheckpointFiles, FilePart, read_folder
+from .new_values import new_values
 from .places import (
     Place,
-    compute_missing,
     filled_skeleton,
     in_words,
     local_box,
     places_of,
     pretrained_model,
-    reshard,
+    skeleton_of,
 )
 
 
@@ -52,16 +56,19 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
+_Reads = list[tuple[Place, Source]]  # parameters and buffers to fill, with their values
+
+
 class _Plan(NamedTuple):
     """Reads of a load.
 
     Attributes:
-        reads: parameters and buffers to read, with their sources.
+        reads: of the checkpoint, and of a new model's values.
         keys: what has no counterpart.
         digest: of the checkpoint.
     """
 
-    reads: list[tuple[Place, Source]]
+    reads: _Reads
     keys: IncompatibleKeys
     digest: str
 
@@ -118,27 +125,74 @@ def load_pretrained(
         f"The checkpoint in {folder}", plan.digest, group, "Copy one checkpoint to all hosts."
     )
 
-    def load() -> None:
-        _materialize(model, plan, device)
-        with torch.no_grad():
-            for place, source in {id(each[0].tensor): each for each in plan.reads}.values():
-                box, local = local_box(place.tensor)
-                if local.numel():
-                    source.read_into(box, local)
-
-    together(load, group)
+    together(lambda: _fill(model, plan.reads, device), group)
     return plan.keys
+
+
+def initialize_weights(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Initialize a model of transformers on the meta device without a checkpoint, in place.
+
+    Parameters and buffers on the meta device get memory, and the values of a new model by
+    transformers' own `initialize_weights`; others are unchanged. Adapters of PEFT get their first
+    values, and tied parameters stay tied. Construct the optimizer afterwards.
+
+    Each rank computes one whole tensor after another on the CPU, and keeps its shard. Random values
+    depend on the name of the parameter and on the first rank's `torch.initial_seed()` alone: they
+    are equal bit by bit on all replicas, and for any strategy and number of ranks. They have the
+    distribution of `from_config`, but are not the same numbers for the same seed.
+
+    All ranks that have a part of the model make the call. If one raises, all raise the same error,
+    and the model is unchanged.
+
+    Args:
+        model: model of transformers, or a wrapper of one, or a pipeline stage; parallelized or not.
+        device: as in `load_pretrained`.
+        group: process group of all ranks that have a part of the model; by default all ranks.
+
+    Raises:
+        ImportError: transformers is not installed or too old.
+        TypeError: the model is not of transformers.
+        ValueError: transformers gives no value to a tensor on the meta device, the model is
+            quantized, or it lacks ties that its config asks for.
+    """
+    seed = gathered(torch.initial_seed(), group)[0]
+    reads = together(lambda: _reads_of_new(model, seed), group)
+    together(lambda: _fill(model, reads, device), group)
+
+
+def _fill(model: nn.Module, reads: _Reads, device: torch.device | str | None) -> None:
+    """Give memory to what is on the meta device, and each tensor its values."""
+    _materialize(model, reads, device)
+    with torch.no_grad():
+        for place, source in {id(each[0].tensor): each for each in reads}.values():
+            box, local = local_box(place.tensor)
+            if local.numel():
+                source.read_into(box, local)
+
+
+def _reads_of_new(model: nn.Module, seed: int) -> _Reads:
+    inner = pretrained_model(model, "initialize_weights")
+    _refuse_quantized(inner)
+    places = places_of(model, inner)
+    skeleton = skeleton_of(inner)
+    made = {place.name: place.tensor for place in places_of(skeleton, skeleton)}
+    _check_ties(places, made)
+    return _reads(model, places, skeleton, made, seed)
 
 
 def _plan(model: nn.Module, folder: Path, strict: bool, seed: int) -> _Plan:
     inner = pretrained_model(model, "load_pretrained")
     files = read_folder(folder)
-    reshard(model)
     places = places_of(model, inner)
     adapter = adapter_of(model)
     if files.is_adapter:
         return _plan_of_adapter(model, adapter, places, files, folder, strict)
-    _refuse_quantized(inner, folder)
+    _refuse_quantized(inner)
     own = {place.original for place in places}
     skeleton, report = filled_skeleton(
         inner, {name: Deferred(part) for name, part in files.parts.items()}
@@ -158,23 +212,46 @@ def _plan(model: nn.Module, folder: Path, strict: bool, seed: int) -> _Plan:
         sorted(report["unexpected_keys"]),
     )
     _check_keys(keys, inner, folder, strict)
-    lost = [place for place in places if place.tensor.is_meta]
-    values: dict[str, Tensor] = {}
-    if any(not isinstance(made.get(place.original or ""), Deferred) for place in lost):
-        values = compute_missing(skeleton, seed)
-    drawn = {} if adapter is None else first_values(model, adapter, places, seed)
-    reads: list[tuple[Place, Source]] = []
     for place in places:
         tensor = made.get(place.original or "")
         if isinstance(tensor, Deferred):
             _check_fits(place, tensor, folder)
+    return _Plan(_reads(model, places, skeleton, made, seed), keys, files.digest)
+
+
+def _reads(
+    model: nn.Module,
+    places: list[Place],
+    skeleton: nn.Module,
+    made: Mapping[str, Tensor],
+    seed: int,
+) -> _Reads:
+    """Return the reads of what the skeleton has, and of new values of the rest on the meta device.
+
+    Args:
+        model: to be filled.
+        places: of the model.
+        skeleton: model as transformers makes it; it is changed.
+        made: the skeleton's tensors by name; those of a checkpoint are deferred.
+        seed: of random values.
+    """
+    new: dict[str, Source] = {}
+    lost = [place for place in places if place.tensor.is_meta]
+    if any(not isinstance(made.get(place.original or ""), Deferred) for place in lost):
+        new = new_values(skeleton, seed)
+    adapter = adapter_of(model)
+    drawn = {} if adapter is None else first_values(model, adapter, places, seed)
+    reads: _Reads = []
+    for place in places:
+        tensor = made.get(place.original or "")
+        if isinstance(tensor, Deferred):
             reads.append((place, source_of(tensor)))
-        elif place.tensor.is_meta:
-            value = values.get(place.original or "", drawn.get(place.name))
-            if value is not None:
-                reads.append((place, Known(value)))
-    _check_all_known(model, lost, reads, folder)
-    return _Plan(reads, keys, files.digest)
+        elif place.tensor.is_meta and place.original in new:
+            reads.append((place, new[place.original]))
+        elif place.tensor.is_meta and place.name in drawn:
+            reads.append((place, Known(drawn[place.name])))
+    _check_all_known(model, lost, reads)
+    return reads
 
 
 def _plan_of_adapter(
@@ -196,20 +273,18 @@ def _plan_of_adapter(
         [] if stage_of(model) else sorted(files.parts.keys() - found.keys()),
     )
     _check_keys(keys, model, folder, strict)
-    reads: list[tuple[Place, Source]] = []
+    reads: _Reads = []
     for name, place in found.items():
         if name in files.parts:
             part = files.parts[name]
             _check_fits(place, Deferred(part), folder)
             reads.append((place, part))
     lost = [place for place in found.values() if place.tensor.is_meta]
-    _check_all_known(model, lost, reads, folder)
+    _check_all_known(model, lost, reads)
     return _Plan(reads, keys, files.digest)
 
 
-def _check_all_known(
-    model: nn.Module, lost: list[Place], reads: list[tuple[Place, Source]], folder: Path
-) -> None:
+def _check_all_known(model: nn.Module, lost: list[Place], reads: _Reads) -> None:
     known = {place.name for place, _ in reads}
     unknown = [place.name for place in lost if place.name not in known]
     unknown += [
@@ -221,9 +296,9 @@ def _check_all_known(
     if unknown:
         raise ValueError(
             f"{in_words(unknown)} of {type(model).__name__} are on the meta device, and neither "
-            f"{folder} nor transformers has their values. Make them on a real device before you "
-            "call load_pretrained(), or build the model with accelerate's init_empty_weights(), "
-            "which keeps buffers."
+            "the checkpoint, if there is one, nor transformers has their values. Make them on a "
+            "real device first, or build the model with accelerate's init_empty_weights(), which "
+            "keeps buffers."
         )
 
 
@@ -298,21 +373,21 @@ def _is_computed(source: Source) -> bool:
     return source.computes or any(map(_is_computed, source.inputs()))
 
 
-def _refuse_quantized(inner: Any, folder: Path) -> None:
+def _refuse_quantized(inner: Any) -> None:
     if getattr(inner.config, "quantization_config", None) is not None:
         raise ValueError(
-            f"The config of {type(inner).__name__} says that it is quantized. load_pretrained() "
-            f"takes no quantized model: dequantize the checkpoint in {folder} with transformers, "
-            "and make the model without quantization_config."
+            f"The config of {type(inner).__name__} says that it is quantized, and quantized models "
+            "are not supported. Dequantize the checkpoint with transformers, and make the model "
+            "without quantization_config."
         )
 
 
-def _materialize(model: nn.Module, plan: _Plan, device: torch.device | str | None) -> None:
+def _materialize(model: nn.Module, reads: _Reads, device: torch.device | str | None) -> None:
     """Give memory to parameters and buffers on the meta device; shared ones stay shared."""
     state: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
-    mesh_device = _device_of(place.tensor for place, _ in plan.reads)
-    for place, _ in plan.reads:
+    mesh_device = _device_of(place.tensor for place, _ in reads)
+    for place, _ in reads:
         old = place.tensor
         if not old.is_meta:
             continue
@@ -323,8 +398,8 @@ def _materialize(model: nn.Module, plan: _Plan, device: torch.device | str | Non
         if is_parameter:
             state[place.name] = made[id(old)]
         else:
-            place.module._buffers[place.own_name] = made[id(old)]
-    # Unlike setting attributes, this tells FSDP2.
+            setattr(place.module, place.own_name, made[id(old)])
+    # Unlike setting attributes, this tells FSDP2, which also shards what it has gathered.
     model.load_state_dict(state, strict=False, assign=True)
 
 

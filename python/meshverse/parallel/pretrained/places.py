@@ -6,6 +6,7 @@ import copy
 import importlib
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshverse._torch_compat.dispatch import version_of
+from meshverse._torch_compat.modules import is_persistent
 from meshverse.parallel.models.modules import BASE_LAYER, child_name
-
-from .deferred import Deferred
 
 # PEFT's names of a trained copy of a module, and of the module itself, in its wrapper.
 COPIES, ORIGINAL = "modules_to_save", "original_module"
@@ -44,10 +43,8 @@ class Place(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The parameter or buffer that is there now."""
-        tensor = self.module._parameters.get(self.own_name)
-        found = self.module._buffers[self.own_name] if tensor is None else tensor
-        assert found is not None
-        return found
+        tensor: Tensor = getattr(self.module, self.own_name)
+        return tensor
 
 
 def transformers_for(function: str) -> Any:
@@ -113,19 +110,17 @@ def _walk(
 ) -> Iterator[Place]:
     if module is inner:
         original, inner = "", None
-    lost = module._non_persistent_buffers_set
-    for own in [*module._parameters, *module._buffers]:
-        if module._parameters.get(own) is None and module._buffers.get(own) is None:
-            continue
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    for own, _ in chain(parameters, buffers):
         as_made = None if original is None else child_name(original, own)
-        yield Place(child_name(name, own), module, own, as_made, own not in lost)
-    for own, child in module._modules.items():
-        if child is None:
-            continue
+        yield Place(child_name(name, own), module, own, as_made, is_persistent(module, own))
+    children = dict(module.named_children())
+    for own, child in children.items():
         as_made = None if original is None else child_name(original, own)
-        if BASE_LAYER in module._modules:  # PEFT's wrapper of a layer, with adapters beside it
+        if BASE_LAYER in children:  # PEFT's wrapper of a layer, with adapters beside it
             as_made = original if own == BASE_LAYER else None
-        elif {COPIES, ORIGINAL} <= module._modules.keys():
+        elif {COPIES, ORIGINAL} <= children.keys():
             as_made = original
             if own == COPIES:
                 for adapter, copied in child.named_children():
@@ -167,38 +162,14 @@ def filled_skeleton(inner: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dic
     )
 
 
-def compute_missing(skeleton: Any, seed: int) -> dict[str, Tensor]:
-    """Return what a checkpoint lacks, as transformers makes it for a new model, by name.
-
-    What transformers gives no value after a model was on the meta device is left out.
-
-    Args:
-        skeleton: what `filled_skeleton` has returned; it is changed.
-        seed: of random values.
-    """
-    lost = {}
-    for place in places_of(skeleton, skeleton):
-        tensor: Any = place.tensor
-        if isinstance(tensor, Deferred) or not tensor.is_meta:
-            tensor._is_hf_initialized = True
-            continue
-        empty = torch.empty_like(tensor, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, tensor.requires_grad)
-            place.module._parameters[place.own_name] = empty
-        else:
-            place.module._buffers[place.own_name] = empty
-        lost[place.name] = place, empty
-    for module in skeleton.modules():
-        vars(module).pop("_is_hf_initialized", None)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # and not those of GPUs, which stay as they are
-        skeleton.initialize_weights()
-    return {
-        name: place.tensor.detach()
-        for name, (place, empty) in lost.items()
-        if place.tensor is not empty or version_of(empty)
-    }
+def skeleton_of(inner: Any) -> Any:
+    """Return a model of the same class and config on the meta device."""
+    config = copy.deepcopy(inner.config)
+    config.dtype = floating_dtype(inner)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        skeleton = class_of(inner)(config)
+    skeleton.tie_weights()  # transformers 5.0 does not, on the meta device
+    return skeleton
 
 
 def local_box(tensor: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
@@ -208,13 +179,6 @@ def local_box(tensor: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     box = [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
     return box, tensor.to_local().detach()
-
-
-def reshard(model: nn.Module) -> None:
-    """Let FSDP2 shard what it has gathered for a forward, so that parameters are this rank's."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def in_words(names: list[str]) -> str:

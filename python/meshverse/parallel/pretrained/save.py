@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshverse.parallel.models.modules import stage_of
@@ -40,7 +41,7 @@ from .places import (
     in_words,
     places_of,
     pretrained_model,
-    reshard,
+    skeleton_of,
 )
 
 _LEAST_FILE, _LARGEST_FILE = 50 * 10**6, 5 * 10**9  # bytes of a file, unless a user gives them
@@ -154,7 +155,7 @@ def _described(model: nn.Module, target: Path) -> tuple[Any, dict[str, Place]]:
     inner = pretrained_model(model, "save_pretrained")
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file. Give a folder's name.")
-    reshard(model)
+    _reshard(model)
     found = _persistent(model, inner)
     on_meta = [place.name for place in found if place.tensor.is_meta]
     if on_meta:
@@ -171,6 +172,13 @@ def _described(model: nn.Module, target: Path) -> tuple[Any, dict[str, Place]]:
             "checkpoints transformers knows. Pass that model, and save the others by themselves."
         )
     return inner, _without_tied(model, inner, {each.original or "": each for each in found})
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP2 shard what it has gathered for a forward, in another precision."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _persistent(model: nn.Module, inner: nn.Module) -> list[Place]:
@@ -227,10 +235,7 @@ def _units(inner: Any, stages: Sequence[_Stage]) -> list[_Unit]:
                 stage_with[name] = number
                 gathered_by[name] = _Gathered(name, shape, dtype)
                 state[name] = Deferred(gathered_by[name])
-    config = copy.deepcopy(inner.config)
-    config.dtype = floating_dtype(inner)
-    with torch.device("meta"):
-        skeleton = class_of(inner)(config)
+    skeleton = skeleton_of(inner)
     if "_weight_conversions" in vars(inner):  # of the checkpoint that from_pretrained has loaded
         skeleton._weight_conversions = inner._weight_conversions
     order = {name: number for number, name in enumerate(state)}

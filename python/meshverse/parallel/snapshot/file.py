@@ -184,9 +184,14 @@ class Contents:
 
     Args:
         state: what `torch.distributed.checkpoint.save` takes, without Stateful objects.
-        pickles: pickles of simple values, which are reused.
+        pickles: those of the last step, which are reused.
         world_size: see `Header`.
         hosts: see `Header`.
+
+    Attributes:
+        items: each with its tensor or its pickle.
+        places: start and size of each item in the file, in bytes.
+        pickles: those of this step's simple values, by type and `repr`.
     """
 
     def __init__(
@@ -198,12 +203,31 @@ class Contents:
     ) -> None:
         self.world_size, self.hosts = world_size, hosts
         planner, items = items_of(state)
-        self.items = [(item, _value(planner, item, pickles)) for item in items]
+        self.pickles: dict[tuple[type, str], bytes] = {}
+        self.items = [(item, self._value(planner, item, pickles)) for item in items]
         self.places = list(self._placed())
         self.end = _padded(sum(self.places[-1])) if self.places else _ALIGNED
         # The header has at most 64 bytes an item more than this.
         header = len(pickle.dumps((items, hosts))) + 64 * len(items)
         self.n_bytes = self.end + header + 4096
+
+    def _value(
+        self, planner: DefaultSavePlanner, item: WriteItem, pickles: dict[tuple[type, str], bytes]
+    ) -> torch.Tensor | bytes:
+        if item.type != WriteItemType.BYTE_IO:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, torch.Tensor)
+            return tensor
+        value = planner.lookup_object(item.index)
+        key = (type(value), repr(value)) if type(value) in _SIMPLE else None
+        pickled = pickles.get(key) or self.pickles.get(key) if key else None
+        if pickled is None:
+            resolved = planner.resolve_data(item)
+            assert isinstance(resolved, io.BytesIO)
+            pickled = resolved.getvalue()
+        if key:
+            self.pickles[key] = pickled
+        return pickled
 
     def _placed(self) -> Iterator[tuple[int, int]]:
         start = _ALIGNED
@@ -234,25 +258,6 @@ def items_of(state: dict[str, Any]) -> tuple[DefaultSavePlanner, list[WriteItem]
                 "of FullyShardedDataParallel (FSDP1)"
             )
     return planner, items
-
-
-def _value(
-    planner: DefaultSavePlanner, item: WriteItem, pickles: dict[tuple[type, str], bytes]
-) -> torch.Tensor | bytes:
-    if item.type != WriteItemType.BYTE_IO:
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
-    value = planner.lookup_object(item.index)
-    key = (type(value), repr(value)) if isinstance(value, _SIMPLE) else None
-    if key is not None and key in pickles:
-        return pickles[key]
-    resolved = planner.resolve_data(item)
-    assert isinstance(resolved, io.BytesIO)
-    pickled = resolved.getvalue()
-    if key is not None and len(pickles) < 10_000:
-        pickles[key] = pickled
-    return pickled
 
 
 def _allocate(opened: int, n_bytes: int, path: Path) -> None:

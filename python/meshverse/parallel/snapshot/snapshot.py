@@ -88,8 +88,10 @@ class Snapshot:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy this rank's part of the state into memory.
 
-        Afterwards, the state may change. GPU tensors are copied synchronously, without overlap with
-        the next step. With `copies=1`, it also waits for the copy, which the ranks send each other.
+        Afterwards, the state may change. GPU tensors are copied synchronously, as a copy beside the
+        next step must end before your program changes the state: pass what
+        `torch.distributed.checkpoint.staging.DefaultStager` copied then. With `copies=1`, it also
+        waits for the copy, which the ranks send each other.
 
         Args:
             step: number of the state; larger than the last one.
@@ -115,7 +117,7 @@ class Snapshot:
         self._finish_file(name, file)
         if self.copies:
             self._exchange_copies(name, file)
-        self._last, self._n_saved = step, self._n_saved + 1
+        self._last, self._n_saved, self._pickles = step, self._n_saved + 1, contents.pickles
 
     def _begin_file(self, name: FileName, n_bytes: int) -> SnapshotFile:
         """Return a file to write, under a name that no load reads: the oldest, or a new one."""
@@ -171,8 +173,9 @@ class Snapshot:
             state: as for `save`. Tensors are loaded in place, other values replaced.
 
         Returns:
-            Number of the step, or None on all ranks, if there is none; the state is then as before.
-            If a step is there in part, a warning says what is missing and on which hosts it was.
+            Number of the step, or None on all ranks, if there is none; nothing is loaded then. If a
+            step is there in part, a warning says what is missing and on which hosts it was. The
+            objects' `state_dict()` is called in any case.
         """
         self._begin()
         for begun in self.folder.glob(".*.snapshot"):
@@ -181,9 +184,12 @@ class Snapshot:
         mine = [name for name in names_in(self.folder) if self._reads(name.owner)]
         every: list[list[tuple[str, int]]] = gathered([name[:2] for name in mine], self._group)
         reasons = []
+        # Even if there is no file: torch's `get_state_dict` makes a step of a new optimizer, and a
+        # job that begins anew must compute the same whether it finds files or not.
+        target = _without_objects(state)
         for attempt, step in sorted({key for keys in every for key in keys}, reverse=True):
             part = {name.owner: name for name in mine if name[:2] == (attempt, step)}
-            if reason := self._load_step(part, state):
+            if reason := self._load_step(part, state, target):
                 reasons.append(f"step {step} lacks {reason}")
                 continue
             self._adopt(attempt, step)
@@ -193,15 +199,22 @@ class Snapshot:
         self._adopt("", 0)
         return None
 
-    def _load_step(self, names: dict[int, FileName], state: dict[str, Any]) -> str:
-        """Load one step, and return what is missing of it; then, nothing has been loaded."""
+    def _load_step(
+        self, names: dict[int, FileName], state: dict[str, Any], target: dict[str, Any]
+    ) -> str:
+        """Load one step, and return what is missing of it; then, nothing has been loaded.
+
+        Args:
+            names: files that this rank reads.
+            state: state to load.
+            target: the same, without Stateful objects.
+        """
         files, headers = {}, {}
         for owner, name in names.items():
             file = SnapshotFile(self.folder / str(name))
             header = file.header()
             if header is not None and file.is_sound(header):
                 files[owner], headers[owner] = file, header
-        target = _without_objects(state)
         own = headers.get(self._rank)
         plan = self._plan(target, {Place(self._rank, self._rank): own} if own is not None else {})
         alone = own is not None and own.world_size == self._world_size and not plan.missing
@@ -260,6 +273,10 @@ class Snapshot:
                 flat = flat.clone().view(data.properties.dtype).view(item.lengths)
             sources.append(flat)
         return sources
+
+    def parts_to_revive(self) -> tuple[object, ...]:
+        """Return what `meshverse.revive` looks at for process groups, besides this object."""
+        return ()
 
     # --- Runs and hosts --------------------------------------------------------------------------
 

@@ -134,6 +134,10 @@ class LocalParameters(CheckedStyle):
         ints = {name for name in self.placements if type(getattr(module, name, None)) is int}
         return {name: each.is_shard() for name, each in self.placements.items() if name in ints}
 
+    def is_summed(self, name: str) -> bool:
+        """Return whether the gradient of a parameter, which is replicated, is summed."""
+        return name in self.summed
+
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Check that the module has the parameters, with sizes divisible by the number of ranks."""
         own = dict(module.named_parameters(recurse=False))
@@ -169,7 +173,7 @@ class LocalParameters(CheckedStyle):
 
     def _local(self, name: str, parameter: DTensor) -> Tensor:
         local = parameter.to_local()
-        return sum_gradients(local, parameter.device_mesh) if name in self.summed else local
+        return sum_gradients(local, parameter.device_mesh) if self.is_summed(name) else local
 
     def __repr__(self) -> str:
         shown = self.placements | dict.fromkeys(self.summed, "summed")
@@ -187,8 +191,9 @@ class ReplicatedWithGradAllreduce(LocalParameters):
         """Return placements that replicate all of the module's own parameters."""
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
-    def _local(self, name: str, parameter: DTensor) -> Tensor:
-        return sum_gradients(parameter.to_local(), parameter.device_mesh)
+    def is_summed(self, name: str) -> bool:
+        """Return True: all gradients are summed."""
+        return True
 
 
 class Replicated(ParallelStyle):

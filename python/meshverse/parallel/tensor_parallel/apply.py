@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshverse.parallel.experts.stacked import refuse_adapters
 from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
     BASE_LAYER,
@@ -74,8 +75,9 @@ def apply_tp_plan(
     - If an entry of the plan does not fit the model, nothing is changed.
     - Between a column-wise and a row-wise layer, each rank computes with its own heads or features.
       A parameter there without an entry is an error: the plan must say how its gradients add up.
-    - Each module whose forward takes hidden states alone is tried: on random weights, the parts of
-      all ranks must give what the whole module gives.
+    - Each different module around split layers is tried: on random weights, the parts of all ranks
+      must give the outputs and gradients of the whole module. Its inputs are those that it gets in
+      a run of a copy of the model on token ids, or hidden states.
     - Attributes for the number of heads are set to the number on one rank. An int attribute that
       may count heads under another name is an error, unless the plan names it in `LocalParameters`.
     - LoRA layers are split together with the layer that they adapt.
@@ -97,7 +99,7 @@ def apply_tp_plan(
         ValueError: an entry matches no module, a style does not fit its module, a parameter or a
             number of heads between split layers has no entry, sizes or heads are not divisible by
             the number of ranks, modules that share a parameter would split it differently, or a
-            module computes something else with parts of its features.
+            module computes something else, or other gradients, with parts of its features.
     """
     given: Mapping[str, Any] = plan
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
@@ -137,8 +139,9 @@ def apply_tp_plan(
     untried = try_plan(model, planned, counts, tp_mesh.size())
     if untried and not has_hf_plan(model):
         _logger.warning(
-            "%s: the forward of %s needs more than hidden states, so it was not tried whether "
-            "ranks' parts of it give the same. Compare a loss and gradients with one process.",
+            "%s: it was not tried whether ranks' parts of %s give the same, as their forward runs "
+            "neither in the model, given token ids or hidden states, nor on hidden states alone, "
+            "or their layers have other styles. Compare a loss and gradients with one process.",
             type(model).__name__,
             untried[:6],
         )
@@ -402,6 +405,7 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
         )
     if adapted(module) is module:
         return {name: style}
+    refuse_adapters(name, module)
     known = {
         f"{side}.{adapter}": child
         for side in (_FIRST, _SECOND)

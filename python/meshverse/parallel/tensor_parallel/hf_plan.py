@@ -19,9 +19,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from meshverse.parallel.experts.adapters import experts_inside
 from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
 from meshverse.parallel.experts.features import ExpertFeaturesParallel
-from meshverse.parallel.experts.stacked import describe, refuse_adapters
+from meshverse.parallel.experts.stacked import describe
 from meshverse.parallel.losses.split_logits import SplitLogits
 from meshverse.parallel.models.modules import (
     child_name,
@@ -276,9 +277,7 @@ def _take_experts(
     names = _sum_at_once(names)
     for key in dict.fromkeys(owner for own in names for owner in (own, parent_name(own))):
         found = matching_modules(model, key) if key else []
-        modules = [model.get_submodule(name) for name in found]
-        for name, module in zip(found, modules, strict=True):
-            refuse_adapters(name, module)
+        modules = [experts_inside(model.get_submodule(name)) for name in found]
         if not any(describe(module) is not None for module in modules):
             continue
         whole = any(_is_of(own, key) and names[own] == "grouped_gemm" for own in names)

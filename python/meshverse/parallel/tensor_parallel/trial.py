@@ -1,44 +1,117 @@
 """Trials: a module's own forward, run whole and as ranks would run it, on random weights.
 
 A plan does not show what a forward does between a column-wise and a row-wise layer. It may need all
-features or heads at once (a softmax over features, halves of packed gate and up), or compute with
-a number of heads. So the forward is run: whole, and once for each rank, where a column-wise layer
-gives the rank's features and a row-wise layer gets those of all ranks. The outputs must be the
-same. The layers themselves are torch's to split, and are run whole.
+features or heads at once (a softmax over features, halves of packed gate and up), compute with a
+number of heads, or use hidden states there whose gradient no layer sums. So the forward is run:
+whole, and once for each rank. The outputs must be the same, and so must the gradients of the inputs
+and of the parameters outside the split layers.
 
-No process communicates, nothing of the module is changed, and no random state of torch's is used.
+No process communicates, nothing of the model is changed, and torch's random state is as before.
+Large weights are views of a few megabytes of random numbers, so that a trial needs memory for one
+layer's weight at a time; of modules that are equal, one is tried.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
+from meshverse._torch_compat.module_hooks import remove_forward_hooks
 from meshverse.parallel.models.modules import child_name
-from meshverse.parallel.styles.local_styles import LocalParameters, Replicated
 
-from .regions import closed_regions, has_local_output
+from .emulated_ranks import EmulatedRanks, is_emulated, placements_inside, relative_error
+from .equal_modules import EqualModules
+from .regions import closed_regions
 
 _logger = logging.getLogger(__name__)
 _SEQUENCES, _TOKENS = 2, 6
 _LARGEST_ERROR = 1e-3  # relative; a wrong forward is off by far more, rounding by less
-_PERIOD = 1_000_003  # random numbers, of which larger weights are repetitions
+_FLOOR = 1e-2  # smaller gradients, relative to the largest, may be zero but for rounding
+_LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
+
+_OF_OUTPUT = (
+    "Its forward may need all features or heads at once, or compute with a number of heads, which "
+    "is that of one rank. Let its layers give and take all features (output_layouts=Replicate() "
+    "for the column-wise ones, input_layouts=Replicate() for the row-wise ones), keep what it "
+    "computes from a number of heads in an attribute, name such numbers in LocalParameters, or "
+    "remove its layers from the plan."
+)
+_IN_PLACE = (
+    "An output of a split layer must not be changed in place, as torch refuses it in training: "
+    "change a copy."
+)
+_OF_GRADIENTS = (
+    "Between a column-wise and a row-wise layer, a gradient is that of one rank's own features, "
+    "and is summed over the ranks only in the column-wise layer and where an entry of the plan "
+    "says so. Correct the entry of a parameter (ReplicatedWithGradAllreduce() or summed= if it "
+    "works on a rank's own features, Replicated() or Replicate() if not); use hidden states there "
+    "only through column-wise layers; or remove the module's layers from the plan."
+)
 
 
-@dataclass
-class _Stopped(Exception):  # noqa: N818  (no error: it ends the run of one rank)
-    """A rank reached a row-wise layer, and the features of the other ranks are not known yet."""
+class _Untried(Exception):  # noqa: N818  (no error: the module is named in a warning)
+    """A module's forward does not run on these inputs."""
 
-    features: Tensor
+
+class _AllSeen(Exception):  # noqa: N818  (no error: it ends a run)
+    """All modules whose inputs are wanted were run."""
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Arguments of a forward. Those tensors require gradients that do in the model."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @classmethod
+    def seen(cls, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Inputs:
+        """Copy the arguments that a forward gets.
+
+        Raises:
+            Exception: an argument cannot be copied, such as a dict or cache of tensors that require
+                gradients. These may be other modules' split activations, of which a rank has some.
+        """
+        names = {name: _copied(each, _copy_of) for name, each in keywords.items()}
+        return cls(_copied(arguments, _copy_of), names)
+
+    def run(self, module: nn.Module) -> tuple[Tensor | None, list[Tensor]]:
+        """Return the first tensor of the module's output, and the inputs that require gradients."""
+        leaves = []
+
+        def fresh(tensor: Tensor) -> Tensor:
+            own = _copy_of(tensor)
+            if not own.requires_grad:
+                return own
+            leaves.append(own)
+            return own.clone()  # which may be changed in place
+
+        arguments = _copied(self.arguments, fresh)
+        keywords = {name: _copied(each, fresh) for name, each in self.keywords.items()}
+        return _first_tensor(module(*arguments, **keywords)), leaves
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _copied(value: Any, copy_of: Callable[[Tensor], Tensor]) -> Any:
+    """Copy arguments, with a function that copies the tensors among them."""
+    if isinstance(value, Tensor):
+        return copy_of(value)
+    if type(value) in (tuple, list):
+        return type(value)(_copied(each, copy_of) for each in value)
+    return copy.deepcopy(value)
 
 
 def try_plan(
@@ -49,8 +122,9 @@ def try_plan(
 ) -> list[str]:
     """Compare each module that contains split activations with itself, split over ranks.
 
-    Modules are tried whose forward takes hidden states alone, (sequences, tokens, features), and
-    whose layers inside have plain styles.
+    Modules are tried whose styles can be emulated, on inputs that they get from the model, which is
+    run on token ids and on hidden states of shape (sequences, tokens, features) up to these
+    modules; those that it does not reach are run on such hidden states themselves.
 
     Args:
         model: model that is not split yet.
@@ -62,9 +136,9 @@ def try_plan(
         Names of the modules that could not be tried.
 
     Raises:
-        ValueError: a module gives other outputs with its parts.
+        ValueError: a module gives other outputs or gradients with its parts.
     """
-    untried = []
+    different, trials, first = EqualModules(), {}, {}
     for region in closed_regions(styles):
         module = model.get_submodule(region)
         inside = {
@@ -72,22 +146,156 @@ def try_plan(
             for name, _ in module.named_modules()
             if (own := child_name(region, name) if name else region) in styles
         }
-        trial = _Trial(module, inside, counts, size)
-        error = trial.error() if trial.is_possible() else None
-        if error is None:
-            untried.append(region)
-        elif not error < _LARGEST_ERROR:  # NaN, too
+        first[region] = different.first(region, module, inside, counts)
+        if first[region] == region and all(
+            is_emulated(module.get_submodule(name), style) for name, style in inside.items()
+        ):
+            trials[region] = _Trial(module, inside, counts, size)
+    untried = {each for each in first.values() if each not in trials}
+    inputs = _inputs_in(model, trials)
+    for region, trial in trials.items():
+        try:
+            problem = trial.problem(inputs.get(region))
+        except _Untried as reason:
+            _logger.info("%s was not tried: %s", region or type(model).__name__, reason)
+            untried.add(region)
+            continue
+        if problem:
             raise ValueError(
-                f"{region or type(model).__name__!r} ({type(module).__name__}) computes something "
-                f"else with {size} ranks' parts of its features than with all of them (tried with "
-                f"random weights; relative error {error:.2g}). Its forward may need all features "
-                "or heads at once, or compute with a number of heads, which is that of one rank. "
-                "Let its layers give and take all features (output_layouts=Replicate() for the "
-                "column-wise ones, input_layouts=Replicate() for the row-wise ones), keep what it "
-                "computes from a number of heads in an attribute, name such numbers in "
-                "LocalParameters, or remove its layers from the plan."
+                f"{region or type(model).__name__!r} ({type(trial.module).__name__}) computes "
+                f"something else with {size} ranks' parts of its features than with all of them "
+                f"(tried with random weights): {problem}"
             )
-    return untried
+    return [region for region, equal in first.items() if equal in untried]
+
+
+class _RandomCopies:
+    """Copies of modules with random weights in float32, without dropout and hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        device = next(module.parameters()).device
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        self._numbers: dict[float, Tensor] = {}  # of large weights, by their scale
+        self._n_large = 0
+
+    def copy(self, module: nn.Module) -> nn.Module:
+        """Return a copy of a module.
+
+        Raises:
+            Exception: an attribute cannot be copied.
+        """
+        memo: dict[int, Any] = {}
+        for each in module.parameters():
+            scale = each.shape[-1] ** -0.5 if each.ndim > 1 else 1.0
+            memo[id(each)] = nn.Parameter(self._weight(each.shape, scale))
+        for buffer in module.buffers():
+            if buffer.is_meta:
+                values = self.random(*buffer.shape)
+                is_float = buffer.is_floating_point()
+                memo[id(buffer)] = values if is_float else values.zero_().to(buffer.dtype)
+        copied = copy.deepcopy(module, memo)
+        for buffer in copied.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.float()
+        for inside in copied.modules():  # hooks of the user's are none of a trial's business
+            remove_forward_hooks(inside)
+        return copied.eval()
+
+    def random(self, *shape: int) -> Tensor:
+        given = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        return given.to(self.device)
+
+    def _weight(self, shape: torch.Size, scale: float) -> Tensor:
+        """Return random numbers; for a large shape, a view in which they occur several times."""
+        if prod(shape) < _LARGE:
+            return self.random(*shape) * scale
+        *lead, last = shape
+        offset = self._n_large % 997  # so that no two weights are equal
+        self._n_large += 1
+        step = min(last, _STEP)
+        needed = offset + (prod(lead) - 1) * step + last
+        if scale not in self._numbers or len(self._numbers[scale]) < needed:
+            self._numbers[scale] = self.random(needed + 997) * scale
+        strides = [prod(lead[dim + 1 :]) * step for dim in range(len(lead))]
+        return self._numbers[scale].as_strided(shape, [*strides, 1], offset)
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Run with gradients, in full precision, and leave torch's random state as it is."""
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(self.device.type, enabled=False),
+            self.device,
+            self.same_random_state(),
+        ):
+            yield
+
+    def same_random_state(self) -> contextlib.AbstractContextManager[None]:
+        """Set torch's random state back on leaving: the next run draws the same numbers."""
+        kind = self.device.type
+        return torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind)
+
+
+def _inputs_in(model: nn.Module, wanted: Collection[str]) -> dict[str, _Inputs]:
+    """Return the inputs that modules get in a run of the whole model, of those that it reaches."""
+    seen: dict[str, _Inputs | None] = {}
+    copies = _RandomCopies(model)
+    try:
+        copied = copies.copy(model)
+    except Exception:  # noqa: BLE001  (attributes that cannot be copied raise anything)
+        return {}
+
+    def watch(name: str) -> None:
+        begun: list[_Inputs | None] = []
+
+        def before(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            try:
+                begun.append(_Inputs.seen(arguments, keywords))
+            except Exception as error:  # noqa: BLE001  (what cannot be copied raises anything)
+                _logger.info("%s gets arguments that cannot be copied: %s", name, error)
+                begun.append(None)
+
+        def after(module: nn.Module, arguments: Any, output: Any) -> None:
+            seen.setdefault(name, begun[-1])
+            if len(seen) == len(wanted):
+                raise _AllSeen
+
+        inside = copied.get_submodule(name)
+        inside.register_forward_pre_hook(before, with_kwargs=True)
+        inside.register_forward_hook(after)
+
+    for name in wanted:
+        watch(name)
+    takes = inspect.signature(type(model).forward).parameters
+    keywords = {"use_cache": False} if "use_cache" in takes else {}
+    for given in _candidates(copies, model):
+        try:
+            with copies.undisturbed():
+                copied(given, **keywords)
+        except _AllSeen:  # noqa: PERF203
+            break
+        except Exception as error:  # noqa: BLE001  (a forward raises anything)
+            _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
+    return {name: each for name, each in seen.items() if each is not None}
+
+
+def _candidates(copies: _RandomCopies, model: nn.Module) -> Iterator[Tensor]:
+    """Yield inputs that a model's forward may take: token ids, hidden states of each width."""
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    if tables:
+        ids = torch.arange(_SEQUENCES * _TOKENS, device=copies.device)
+        ids %= min(each.num_embeddings for each in tables)
+        yield ids.reshape(_SEQUENCES, _TOKENS)
+    for given in _hidden_states(copies, model):
+        yield from given.arguments
+
+
+def _hidden_states(copies: _RandomCopies, module: nn.Module) -> Iterator[_Inputs]:
+    layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    for width in dict.fromkeys(each.in_features for each in layers):
+        yield _Inputs((copies.random(_SEQUENCES, _TOKENS, width).requires_grad_(),), {})
 
 
 class _Trial:
@@ -100,128 +308,114 @@ class _Trial:
         counts: Mapping[int, Mapping[str, int]],
         size: int,
     ) -> None:
-        self.module, self.styles, self.counts, self.size = module, styles, counts, size
-        self._generator = torch.Generator().manual_seed(0)
-        parameter = next(module.parameters())
-        self._device = torch.device("cpu") if parameter.is_meta else parameter.device
+        self.module, self._styles, self._size = module, styles, size
+        self._counts = {
+            name: counts[id(each)] for name, each in module.named_modules() if id(each) in counts
+        }
 
-    def is_possible(self) -> bool:
-        """Return whether each style is one whose parts of the weights are known here."""
-        return not any(each.is_meta for each in self.module.buffers()) and all(
-            _is_known(self.module.get_submodule(name), style) for name, style in self.styles.items()
-        )
-
-    @torch.no_grad()
-    def error(self) -> float | None:
-        """Return the relative error of the output; None if the forward needs other inputs."""
-        try:
-            whole = self._copy()
-        except Exception:  # noqa: BLE001  (attributes that cannot be copied raise anything)
-            return None
-        for width in self._widths():
-            hidden = self._random(_SEQUENCES, _TOKENS, width)
-            try:
-                expected = _first_tensor(whole(hidden.clone()))
-            except Exception:  # noqa: BLE001  (a forward raises anything)
-                continue
-            if expected is None or not expected.isfinite().all():
-                continue
-            try:
-                outputs = self._run_ranks(whole, hidden)
-            except Exception as error:  # noqa: BLE001
-                _logger.info("%s with a rank's parts: %s", type(self.module).__name__, error)
-                return float("inf")
-            return max(_relative_error(each, expected) for each in outputs)
-        return None
-
-    def _widths(self) -> list[int]:
-        layers = [each for each in self.module.modules() if isinstance(each, nn.Linear)]
-        return list(dict.fromkeys(each.in_features for each in layers))
-
-    def _random(self, *shape: int) -> Tensor:
-        count = prod(shape)
-        some = min(count, _PERIOD)
-        given = torch.randn(some, generator=self._generator, dtype=torch.float32, device="cpu")
-        given = given.to(self._device)
-        return given.repeat(ceil(count / max(some, 1)))[:count].reshape(shape)
-
-    def _copy(self) -> nn.Module:
-        """Return the module with random weights in float32, without dropout."""
-        memo: dict[int, Any] = {}
-        for each in self.module.parameters():
-            scale = each.shape[-1] ** -0.5 if each.ndim > 1 else 1.0
-            memo[id(each)] = nn.Parameter(self._random(*each.shape) * scale, requires_grad=False)
-        module = copy.deepcopy(self.module, memo)
-        for buffer in module.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.float()
-        for inside in module.modules():  # hooks of the user's are none of a trial's business
-            inside._forward_hooks.clear()
-            inside._forward_pre_hooks.clear()
-        return module.eval()
-
-    def _run_ranks(self, whole: nn.Module, hidden: Tensor) -> list[Tensor | None]:
-        """Return each rank's output. All ranks are run up to the next row-wise layer in turn."""
-        gathered: list[Tensor] = []
-        while True:
-            outputs, features = [], []
-            for rank in range(self.size):
-                module = self._part(whole, rank, gathered)
-                try:
-                    outputs.append(_first_tensor(module(hidden.clone())))
-                except _Stopped as stopped:
-                    features.append(stopped.features)
-            if not features:
-                return outputs
-            gathered.append(torch.cat(features, dim=-1))
-
-    def _part(self, whole: nn.Module, rank: int, gathered: list[Tensor]) -> nn.Module:
-        """Return the module that a rank has.
+    def problem(self, inputs: _Inputs | None) -> str:
+        """Return what is different with a rank's parts, and what to do; "" if nothing is.
 
         Args:
-            whole: module with all parameters.
-            rank: which rank.
-            gathered: inputs of row-wise layers that are known, in the order of calls.
+            inputs: that the forward gets in the model, if they are known.
+
+        Raises:
+            _Untried: the forward does not run on the inputs, or needs others than hidden states.
+        """
+        copies = _RandomCopies(self.module)
+        try:
+            whole = copies.copy(self.module)
+        except Exception as error:  # attributes that cannot be copied raise anything
+            raise _Untried(f"it cannot be copied: {error!r}") from error
+        outside = placements_inside(whole, self._styles)
+        for name, parameter in whole.named_parameters():
+            parameter.requires_grad_(name in outside)
+        reasons = []
+        for given in [inputs] if inputs else _hidden_states(copies, whole):
+            try:
+                with copies.undisturbed():
+                    return self._compare(copies, whole, given)
+            except _Untried as reason:  # noqa: PERF203
+                reasons.append(str(reason))
+        raise _Untried("; ".join(reasons))
+
+    def _compare(self, copies: _RandomCopies, whole: nn.Module, inputs: _Inputs) -> str:
+        expected, gradient, known = self._run_whole(copies, whole, inputs)
+        ranks = EmulatedRanks(whole, self._styles, self._counts, self._size)
+        leaves: dict[int, list[Tensor]] = {}  # by rank
+
+        def forward(rank: int, module: nn.Module) -> Tensor:
+            with copies.same_random_state():
+                output, leaves[rank] = inputs.run(module)
+            if output is None:
+                raise TypeError("A rank's output has no tensor.")
+            return output
+
+        try:
+            outputs = ranks.run(forward)
+        except Exception as failure:  # noqa: BLE001  (a forward raises anything)
+            return f"a rank raises {type(failure).__name__}: {failure} {_IN_PLACE} {_OF_OUTPUT}"
+        error = max(relative_error(each, expected) for each in outputs)
+        if not error < _LARGEST_ERROR:  # NaN, too
+            return f"the relative error of the output is {error:.2g}. {_OF_OUTPUT}"
+        try:
+            ranks.backward(outputs, gradient)
+        except Exception as failure:  # noqa: BLE001
+            return f"{type(failure).__name__}: {failure} {_OF_GRADIENTS}"
+        found = {f"{name!r}": each for name, each in ranks.gradients().items()}
+        for number in range(len(leaves[0])):
+            found[_input(number)] = [own[number].grad for own in leaves.values()]
+        name, error = _worst_gradient(known, found)
+        if not error < _LARGEST_ERROR:
+            return f"the relative error of the gradient of {name} is {error:.2g}. {_OF_GRADIENTS}"
+        return ""
+
+    def _run_whole(
+        self, copies: _RandomCopies, whole: nn.Module, inputs: _Inputs
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+        """Return the output, the gradient that it is given, and gradients by name.
+
+        Raises:
+            _Untried: the forward does not run on the inputs.
         """
         shared: dict[int, Any] = {id(each): each for each in whole.parameters()}
-        module = copy.deepcopy(whole, shared)
-        rest = iter(gathered)
-
-        def own_features(layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-            return output.chunk(self.size, dim=-1)[rank]
-
-        def all_features(layer: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-            known = next(rest, None)
-            if known is None:
-                raise _Stopped(arguments[0])
-            return (known,)
-
-        for (name, inside), original in zip(
-            module.named_modules(), self.module.modules(), strict=True
-        ):
-            for attribute, value in self.counts.get(id(original), {}).items():
-                setattr(inside, attribute, value)
-            style = self.styles.get(name)
-            if isinstance(style, ColwiseParallel):
-                inside.register_forward_hook(own_features)
-            elif isinstance(style, RowwiseParallel):
-                inside.register_forward_pre_hook(all_features)
-            elif isinstance(style, LocalParameters):
-                for own_name, placement in style.placements_of(inside).items():
-                    if isinstance(placement, Shard):
-                        own = inside.get_parameter(own_name).chunk(self.size, placement.dim)[rank]
-                        inside._parameters[own_name] = nn.Parameter(own, requires_grad=False)
-        return module
+        try:
+            with copies.same_random_state():
+                output, leaves = inputs.run(copy.deepcopy(whole, shared))
+        except Exception as error:  # a forward raises anything
+            raise _Untried(repr(error)) from error
+        if output is None or not output.isfinite().all():
+            raise _Untried(f"its output is {output}")
+        gradient = copies.random(*output.shape)
+        if output.requires_grad:
+            torch.autograd.backward([output], [gradient])
+        known = {f"{name!r}": each.grad for name, each in whole.named_parameters()}
+        known |= {_input(number): each.grad for number, each in enumerate(leaves)}
+        for parameter in whole.parameters():
+            parameter.grad = None
+        return output.detach(), gradient, known
 
 
-def _is_known(module: nn.Module, style: ParallelStyle) -> bool:
-    if type(style) is ColwiseParallel:
-        is_plain = style.input_layouts == (Replicate(),) and has_local_output(style)
-        return is_plain and isinstance(module, nn.Linear | nn.Embedding)
-    if type(style) is RowwiseParallel:
-        layouts = style.input_layouts, style.output_layouts
-        return layouts == ((Shard(-1),), (Replicate(),)) and isinstance(module, nn.Linear)
-    return isinstance(style, LocalParameters | Replicated)
+def _input(number: int) -> str:
+    return f"input {number}"
+
+
+def _worst_gradient(
+    known: Mapping[str, Tensor | None], found: Mapping[str, list[Tensor | None]]
+) -> tuple[str, float]:
+    """Return the name and relative error of the gradient that is most wrong on any rank."""
+    finite = {
+        name: each for name, each in known.items() if each is not None and each.isfinite().all()
+    }
+    sizes = {name: each.numel() ** 0.5 for name, each in finite.items()}
+    largest = max((float(each.norm()) / sizes[name] for name, each in finite.items()), default=0.0)
+    errors = {
+        name: max(
+            relative_error(each, expected, _FLOOR * largest * sizes[name]) for each in found[name]
+        )
+        for name, expected in finite.items()
+    }
+    return max(errors.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -234,9 +428,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _first_tensor(output: Any) -> Tensor | None:
     return next(_tensors(output), None)
-
-
-def _relative_error(seen: Tensor | None, expected: Tensor) -> float:
-    if seen is None or seen.shape != expected.shape:
-        return float("inf")
-    return float((seen - expected).norm() / expected.norm())

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from meshverse.tools.commit import version_and_commit
-from meshverse.wording import did_you_mean, printable
+from meshverse.wording import did_you_mean, paragraph, printable
 
 # Each is described by the module `NAME_command`, which is imported if the command is given.
 _COMMANDS = {
@@ -105,6 +105,7 @@ def parser_of(
         )
         if name in described:
             importlib.import_module(f".{name}_command", __package__).describe(parsers[name])
+            parsers[name].description = "\n".join(paragraph(parsers[name].description or ""))
     return parser, parsers
 
 

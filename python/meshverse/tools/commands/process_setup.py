@@ -14,7 +14,7 @@ from meshverse._torch_compat.flight_recorder import recorder_size
 from meshverse.explain.calling_threads import CallingThreads
 from meshverse.explain.explanation import in_surplus
 from meshverse.hooks import World, WorldState, WorldUniverses, on_world_started
-from meshverse.wording import counted
+from meshverse.wording import counted, paragraph
 
 from .summary import shared_group_conflicts, summary_line
 
@@ -110,6 +110,7 @@ class _Report(WorldState):
             lines += ["To let two of them overlap, give one an isolate tag."]
             if any(group.threads for each in explanations for group in each.groups):
                 lines[-1] += f" Calls: of the last {recorder_size():,} on this rank."
+        lines = [part for line in lines for part in paragraph(line, "  ")]
         if self._explains:
             lines += [str(explanation) for explanation in explanations]
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201  # the command's output

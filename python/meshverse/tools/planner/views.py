@@ -174,6 +174,11 @@ def _read(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
                 f"{part!r} in the view {text!r} is not an axis: write each as name=size, such as "
                 '"pp=2,dp=4,tp=8", or name=axis*axis for a flattened axis.'
             )
+        if "=" in value:
+            raise ValueError(
+                f"{part!r} in the view {text!r} has several axes: write commas between them, such "
+                f'as "{",".join(part.split())}".'
+            )
         if name in sizes or name in flattened:
             raise ValueError(
                 f"The view {text!r} has the axis {name!r} twice: give it another name."
