@@ -187,7 +187,9 @@ def test_a_call_goes_through_no_more_functions(crew: Crew, name: str) -> None:
         written = between.sub(lambda _: f"\n{_table(path)}\n\n", page, count=1)
         _PAGE.write_text(written, encoding="utf-8")
     elif torch.__version__.startswith(_TORCH) and (found := between.search(page)):
-        assert _cells(found[0]) == _cells(_table(path))
+        known = _cells(found[0])
+        for file, functions in _cells(_table(path)).items():  # without what an earlier test cached
+            assert functions <= known.get(file, set()), file
     assert len(path) <= journey.n_files
     assert sum(map(len, path.values())) <= journey.n_functions
 

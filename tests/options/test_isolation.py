@@ -146,7 +146,7 @@ def test_explain_shows_the_tag(mesh) -> None:
         mesh["dp"]
     report = mesh.universe.explain()
     assert [group.tag for group in report.groups] == ["", "", "reduce_scatter"]
-    assert "tag='reduce_scatter'" in str(report).splitlines()[-2]
+    assert "tag='reduce_scatter'" in str(report).splitlines()[-3]
 
 
 # --- threads, and what is no tag -----------------------------------------------------------------

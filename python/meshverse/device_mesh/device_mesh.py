@@ -598,9 +598,9 @@ class DeviceMesh(StockDeviceMesh):
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[StockDeviceMesh]) -> StockDeviceMesh:
+        meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if not device_mesh_list:
             raise IndexError("concatenate() got no meshes: pass a list with at least one.")
-        meshes = [mesh for mesh in device_mesh_list if isinstance(mesh, DeviceMesh)]
         if len(meshes) < len(device_mesh_list) or not meshes:
             joined = stock_concatenate(list(device_mesh_list))
             for mesh in meshes:  # a mesh of torch's class cannot create lazy groups at first use
