@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TextIO
 from meshverse.hang.dumps import Dumps, read_dumps
 from meshverse.hang.records import complete_default_group
 from meshverse.hang.report import ReportFormatter
-from meshverse.hang.skips import find_skips
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.wording import counted, rank_ranges
 
@@ -90,7 +89,10 @@ def _read(arguments: argparse.Namespace) -> int:
     else:
         names.name(dumps.records)
     stuck = find_stuck(dumps.records)
-    find_skips(stuck, stuck, dumps.history)
+    if any(one.cause in (Cause.MISMATCH, Cause.DEADLOCK) for one in stuck):
+        from meshverse.hang.skips import find_skips
+
+        find_skips(stuck, stuck, dumps.history)
     formatter = ReportFormatter(why_no_dump=dumps.why_missing)
     if names is not None:
         formatter = formatter._replace(coordinates=names.coordinates)
