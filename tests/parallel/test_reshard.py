@@ -161,7 +161,8 @@ def _random_moves(first: int, last: int) -> int:
     [
         (4, (0, 25)),
         pytest.param(4, (25, 100), marks=pytest.mark.long),
-        pytest.param(8, (0, 100), marks=pytest.mark.long),
+        pytest.param(8, (0, 25), marks=pytest.mark.long),
+        pytest.param(8, (25, 100), marks=pytest.mark.sweep),
     ],
 )
 def test_random_moves(crew: Crew, world: int, seeds: tuple[int, int]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from meshverse import init_device_mesh
 from meshverse.parallel import Piece, Reshard
 
@@ -154,7 +155,7 @@ def _random_pieces(first: int, last: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("first", "last"), [(0, 25), pytest.param(25, 300, marks=pytest.mark.long)]
+    ("first", "last"), in_tiers([(0, 25), (25, 75), (75, 300)], [(0, 25)], [(25, 75)])
 )
 def test_random_pieces(crew: Crew, first: int, last: int) -> None:
     """Equal to what slices of the whole tensors give, with no byte too many."""
