@@ -216,6 +216,9 @@ def _with_adapter(model: Any) -> Any:
     )
 
 
+_CONFIG = "adapter_config.json"
+
+
 def _adapter_round_trip(folder: str, family: str, arrangement: str) -> list[str]:
     """Return differences from what PEFT itself does, in words."""
     found = []
@@ -254,9 +257,13 @@ def _adapter_round_trip(folder: str, family: str, arrangement: str) -> list[str]
     given, again = tensors_in(f"{folder}/adapter"), tensors_in(f"{folder}/again")
     assert given.keys() == again.keys()
     found += [f"{n} is not saved" for n in given if not torch.equal(given[n], again[n])]
-    configs = [Path(folder, n, "adapter_config.json").read_text() for n in ("adapter", "again")]
-    if json.loads(configs[0]) != json.loads(configs[1]):
-        found.append(f"{configs[0]} {configs[1]}")
+    configs = [json.loads(Path(folder, n, _CONFIG).read_text()) for n in ("adapter", "again")]
+    for config in configs:
+        for name in ("target_modules", "target_parameters"):  # which PEFT has in sets
+            config[name] = sorted(config[name] or [])
+    found += [f"{n} of the config" for n in configs[0] if configs[0][n] != configs[1][n]]
+    if configs[0].keys() != configs[1].keys():
+        found.append("other names in the config")
     return found
 
 
