@@ -375,6 +375,7 @@ def _save_and_load_often(root: Path) -> list[tuple[dict[str, int], int]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts are read from /proc")
+@pytest.mark.long
 def test_nothing_grows_with_saves_and_loads(crew: Crew, tmp_path: Path) -> None:
     for looks in crew.run(_save_and_load_often, 4, tmp_path):
         held, blocks = zip(*looks, strict=True)

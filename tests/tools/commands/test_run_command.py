@@ -151,7 +151,8 @@ def test_a_rank_that_raises_shows_the_programs_frames_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("method", in_tiers(["spawn", "forkserver", "fork"], ["spawn"]))
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_processes_of_multiprocessing_have_our_meshes(method: str, tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(_STARTS_PROCESSES)
     done = _run("-m", "meshverse", "run", "start.py", method, str(tmp_path), cwd=tmp_path)
