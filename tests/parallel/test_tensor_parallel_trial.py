@@ -6,6 +6,7 @@ What a forward does between a column-wise and a row-wise layer shows in no param
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -530,11 +531,45 @@ class Noted(WithMask):
         self.number, self.kind = number, kind
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        self.runs.append(self.number)
+        self.runs.append(vars(self)["number"])  # which is no reading that is noted
         return super().forward(hidden, mask)
 
     def between(self, inner: Tensor) -> Tensor:
         return inner.softmax(-1) if self.kind == "softmax" else getattr(inner, self.kind)()
+
+
+class ByNumber(Noted):
+    """Layers told apart by their number only."""
+
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.softmax(-1) if self.number == 3 else inner.sin()
+
+
+class ByNumberInChild(Noted):
+    """A child knows the number, and is asked in every second layer."""
+
+    def __init__(self, number: int, kind: str) -> None:
+        super().__init__(number, kind)
+        self.child = Noting(number)
+
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.softmax(-1) if self.kind == "odd" and self.child() else inner.sin()
+
+
+class Noting(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self) -> bool:
+        return getattr(self, "number", None) == 3
+
+
+class NoSubclass(Noted):
+    """What its forward reads cannot be noted."""
+
+    def __init_subclass__(cls) -> None:
+        raise NotImplementedError
 
 
 def tried(*layers: Noted) -> set[int]:
@@ -556,17 +591,44 @@ def test_one_of_equal_modules_is_tried() -> None:
 
 def test_modules_that_may_differ_are_tried_apart() -> None:
     layers = [Noted(number, "sin") for number in range(6)]
-    layers[2].number = 7  # not that of its layer
-    layers[3].scale = object()  # type: ignore[assignment]
+    layers[3].scale = object()  # type: ignore[assignment]  # which no forward reads
     layers[4].register_buffer("shift", torch.zeros(2))
     layers[5].register_buffer("shift", torch.ones(2))
-    assert tried(*layers) == {0, 7, 3, 4, 5}
+    assert tried(*layers) == {0, 4, 5}
+    assert tried(*(NoSubclass(number, "sin") for number in range(3))) == {0, 1, 2}
 
 
 def test_a_wrong_module_among_others_is_found() -> None:
     kinds = ("sin", "sin", "sin", "softmax", "sin")
     with pytest.raises(ValueError, match=rf"'layers.3' \(Noted\) {_TRIED}"):
         tried(*(Noted(*each) for each in enumerate(kinds)))
+
+
+@pytest.mark.parametrize("kind", [ByNumber, ByNumberInChild])
+def test_a_layer_that_its_number_alone_makes_wrong_is_found(kind: type[Noted]) -> None:
+    tried(*(kind(number, "odd") for number in range(3)))
+    with pytest.raises(ValueError, match=rf"'layers.3' \({kind.__name__}\) {_TRIED}"):
+        tried(*(kind(number, "odd" if number % 2 else "even") for number in range(6)))
+
+
+class OwnError(Exception):
+    pass
+
+
+class NotCopied:
+    def __deepcopy__(self, memo: object) -> object:
+        raise OwnError
+
+
+@pytest.mark.parametrize("attribute", [threading.Lock(), torch.ones(1, requires_grad=True) * 2, NotCopied()])
+def test_modules_that_cannot_be_copied_are_split_with_a_warning(
+    attribute: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make(MLP)
+    model.attribute = attribute  # type: ignore[assignment]
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(model, mesh_of_two(), UP_DOWN)
+    assert len(warnings_of(caplog)) == 1
 
 
 def test_models_without_values_are_tried_too() -> None:

@@ -1,14 +1,15 @@
-"""Equality of modules: those that compute the same, with other weights.
+"""Modules of a model that compute the same, with other weights.
 
-Two modules are equal if their trees have the same classes, shapes of parameters, buffers, styles
-and plain attributes. Attributes of other types must be the same object. So modules that compute the
-same may count as different, but not the other way round, with one exception: an int that is a
-number in the module's name, as in "layers.3", is the number of its layer.
+Modules have one form if their trees have the same classes, shapes of parameters and buffers, values
+of buffers, and styles. Modules of one form differ only by attributes, such as the number of a
+layer. What a forward does not read cannot change it: so a module is equal to one whose forward was
+run, if those attributes are the same that the run read. Of an attribute that is no plain value, the
+same means the same object. A forward that reads `vars(self)` is not seen to do so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,50 +20,124 @@ from torch.distributed.tensor.parallel import ParallelStyle
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Placement)
 
-
-class EqualModules:
-    """Modules of a model, each of which is different from all others."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[Hashable, dict[str, nn.Module]] = {}
-
-    def first(
-        self,
-        name: str,
-        module: nn.Module,
-        styles: Mapping[str, ParallelStyle],
-        counts: Mapping[int, Mapping[str, int]],
-    ) -> str:
-        """Return the name of an equal module that was given before; else keep this one.
-
-        Args:
-            name: of the module in its model.
-            module: to find, or to keep.
-            styles: of the modules in it, by name.
-            counts: attributes that a rank has with other values, by the id of their module.
-        """
-        known = self._by_key.setdefault(_key(name, module, styles, counts), {})
-        for other_name, other in known.items():
-            if _have_equal_buffers(module, other):
-                return other_name
-        known[name] = module
-        return name
+Attribute = tuple[str, str]  # name of the module that has it, and its own
 
 
-def _key(
+class SameForm:
+    """Modules of one form, of which some were run.
+
+    Args:
+        name: of the first module.
+        module: the first module.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.first = module
+        self._attributes = {name: attributes_in(module)}
+        self._read: dict[str, Collection[Attribute]] = {}  # of the modules that were run
+
+    def add(self, name: str, module: nn.Module) -> None:
+        self._attributes[name] = attributes_in(module)
+
+    def is_alone(self) -> bool:
+        """Whether no other module has this form."""
+        return len(self._attributes) == 1
+
+    def to_run(self) -> list[str]:
+        """Return the names of modules to run next: each may differ from all others."""
+        read = {each for some in self._read.values() for each in some}
+        chosen = {self._values(name, read): name for name in reversed(self._left())}
+        return [*chosen.values()][::-1]
+
+    def has_run(self, name: str, read: Collection[Attribute]) -> None:
+        """Note that a module was run, and what it read."""
+        self._read[name] = read
+
+    def equal_to(self, name: str) -> Iterator[str]:
+        """Yield the modules that are equal to one that was run, with this one."""
+        read = self._read[name]
+        expected = self._values(name, read)
+        return (each for each in self._attributes if self._values(each, read) == expected)
+
+    def _left(self) -> list[str]:
+        known = {each for name in self._read for each in self.equal_to(name)}
+        return [name for name in self._attributes if name not in known]
+
+    def _values(self, name: str, read: Iterable[Attribute]) -> Hashable:
+        attributes = self._attributes[name]
+        return tuple((each, attributes.get(each)) for each in sorted(read))
+
+
+def add_to_forms(
+    forms: dict[Hashable, list[SameForm]],
     name: str,
     module: nn.Module,
     styles: Mapping[str, ParallelStyle],
     counts: Mapping[int, Mapping[str, int]],
+) -> None:
+    """Add a module to those of the same form.
+
+    Args:
+        forms: of all modules so far.
+        name: of the module in its model.
+        module: to add.
+        styles: of the modules in it, by name.
+        counts: attributes that a rank has with other values, by the id of their module.
+    """
+    known = forms.setdefault(_key(module, styles, counts), [])
+    for form in known:
+        if _have_equal_buffers(module, form.first):
+            form.add(name, module)
+            return
+    known.append(SameForm(name, module))
+
+
+def attributes_in(module: nn.Module) -> dict[Attribute, Hashable]:
+    """Return all attributes in a module's tree that not every module has."""
+    return {
+        (own, name): _plain(each)
+        for own, inside in module.named_modules()
+        for name, each in vars(inside).items()
+        if name not in _OF_EVERY_MODULE
+    }
+
+
+def note_reads(module: nn.Module) -> set[Attribute]:
+    """Return a set, to which reading an attribute in a module's tree adds it from now on.
+
+    The module must be a copy: the classes in its tree are replaced by subclasses.
+    """
+    read: set[Attribute] = set()
+    for own, inside in module.named_modules():
+        if names := vars(inside).keys() - _OF_EVERY_MODULE:
+            inside.__class__ = _noting(type(inside), own, names, read)
+    return read
+
+
+def _noting(
+    kind: type[nn.Module], own: str, names: Collection[str], read: set[Attribute]
+) -> type[nn.Module]:
+    def get(self: nn.Module, name: str) -> Any:
+        if name in names:
+            read.add((own, name))
+        return super(noting, self).__getattribute__(name)
+
+    members = {"__getattribute__": get, "__module__": kind.__module__}
+    noting: type[nn.Module] = type(kind)(kind.__name__, (kind,), members)
+    return noting
+
+
+def _key(
+    module: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    counts: Mapping[int, Mapping[str, int]],
 ) -> Hashable:
-    layers = name.split(".")
     modules = [
         (
             own,
             type(each),
-            _plain(_attributes(each), layers),
-            _plain(dict(counts.get(id(each), {})), []),
-            (type(style), _plain(vars(style), [])) if (style := styles.get(own)) else None,
+            _plain(dict(counts.get(id(each), {}))),
+            (type(style), _plain(vars(style))) if (style := styles.get(own)) else None,
         )
         for own, each in module.named_modules()
     ]
@@ -75,23 +150,12 @@ def _key(
     return tuple(modules), tuple(parameters), tuple(buffers)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: each for name, each in vars(module).items() if name not in _OF_EVERY_MODULE}
-
-
-def _plain(value: Any, layers: list[str]) -> Hashable:
-    """Return a key that is equal for equal plain values, and for one object.
-
-    Args:
-        value: any.
-        layers: parts of a module's name, of which an int may be one.
-    """
-    if type(value) is int and str(value) in layers:
-        return "layer", layers.index(str(value))
+def _plain(value: Any) -> Hashable:
+    """Return a key that is equal for equal plain values, and for one object."""
     if isinstance(value, dict):
-        return dict, tuple((_plain(key, []), _plain(each, layers)) for key, each in value.items())
+        return dict, tuple((_plain(key), _plain(each)) for key, each in value.items())
     if isinstance(value, tuple | list):
-        return type(value), tuple(_plain(each, layers) for each in value)
+        return type(value), tuple(map(_plain, value))
     return type(value), value if isinstance(value, _PLAIN) else id(value)
 
 

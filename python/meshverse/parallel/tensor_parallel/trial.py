@@ -8,7 +8,7 @@ and of the parameters outside the split layers.
 
 No process communicates, nothing of the model is changed, and torch's random state is as before.
 Large weights are views of a few megabytes of random numbers, so that a trial needs memory for one
-layer's weight at a time; of modules that are equal, one is tried.
+layer's weight at a time; of modules that compute the same, one is tried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import contextlib
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -30,7 +30,7 @@ from meshverse._torch_compat.module_hooks import remove_forward_hooks
 from meshverse.parallel.models.modules import child_name
 
 from .emulated_ranks import EmulatedRanks, is_emulated, placements_inside, relative_error
-from .equal_modules import EqualModules
+from .equal_modules import Attribute, SameForm, add_to_forms, attributes_in, note_reads
 from .regions import closed_regions
 
 _logger = logging.getLogger(__name__)
@@ -138,7 +138,9 @@ def try_plan(
     Raises:
         ValueError: a module gives other outputs or gradients with its parts.
     """
-    different, trials, first = EqualModules(), {}, {}
+    trials: dict[str, _Trial] = {}
+    forms: dict[Hashable, list[SameForm]] = {}
+    untried = set()
     for region in closed_regions(styles):
         module = model.get_submodule(region)
         inside = {
@@ -146,27 +148,26 @@ def try_plan(
             for name, _ in module.named_modules()
             if (own := child_name(region, name) if name else region) in styles
         }
-        first[region] = different.first(region, module, inside, counts)
-        if first[region] == region and all(
-            is_emulated(module.get_submodule(name), style) for name, style in inside.items()
-        ):
-            trials[region] = _Trial(module, inside, counts, size)
-    untried = {each for each in first.values() if each not in trials}
-    inputs = _inputs_in(model, trials)
-    for region, trial in trials.items():
-        try:
-            problem = trial.problem(inputs.get(region))
-        except _Untried as reason:
-            _logger.info("%s was not tried: %s", region or type(model).__name__, reason)
+        if all(is_emulated(module.get_submodule(name), style) for name, style in inside.items()):
+            trials[region] = _Trial(region, module, inside, counts, size)
+            add_to_forms(forms, region, module, inside, counts)
+        else:
             untried.add(region)
-            continue
-        if problem:
-            raise ValueError(
-                f"{region or type(model).__name__!r} ({type(trial.module).__name__}) computes "
-                f"something else with {size} ranks' parts of its features than with all of them "
-                f"(tried with random weights): {problem}"
-            )
-    return [region for region, equal in first.items() if equal in untried]
+    while chosen := {
+        region: form for some in forms.values() for form in some for region in form.to_run()
+    }:
+        inputs = _inputs_in(model, chosen)
+        for region, form in chosen.items():
+            trial = trials[region]
+            try:
+                trial.check(inputs.get(region))
+            except _Untried as reason:
+                _logger.info("%s was not tried: %s", region or type(model).__name__, reason)
+                form.has_run(region, attributes_in(trial.module))
+                untried |= {*form.equal_to(region)}
+            else:
+                form.has_run(region, () if form.is_alone() else trial.read(inputs.get(region)))
+    return [region for region in closed_regions(styles) if region in untried]
 
 
 class _RandomCopies:
@@ -303,30 +304,59 @@ class _Trial:
 
     def __init__(
         self,
+        name: str,
         module: nn.Module,
         styles: Mapping[str, ParallelStyle],
         counts: Mapping[int, Mapping[str, int]],
         size: int,
     ) -> None:
+        self._name = name or type(module).__name__
         self.module, self._styles, self._size = module, styles, size
         self._counts = {
-            name: counts[id(each)] for name, each in module.named_modules() if id(each) in counts
+            own: counts[id(each)] for own, each in module.named_modules() if id(each) in counts
         }
 
-    def problem(self, inputs: _Inputs | None) -> str:
-        """Return what is different with a rank's parts, and what to do; "" if nothing is.
+    def check(self, inputs: _Inputs | None) -> None:
+        """Check that ranks' parts give the outputs and gradients of the whole.
 
         Args:
             inputs: that the forward gets in the model, if they are known.
 
         Raises:
+            ValueError: they do not.
             _Untried: the forward does not run on the inputs, or needs others than hidden states.
+        """
+        if problem := self._problem(inputs, lambda whole: None):
+            raise ValueError(
+                f"{self._name!r} ({type(self.module).__name__}) computes something else with "
+                f"{self._size} ranks' parts of its features than with all of them (tried with "
+                f"random weights): {problem}"
+            )
+
+    def read(self, inputs: _Inputs | None) -> Collection[Attribute]:
+        """Return the attributes that the forward reads; all, if that cannot be seen."""
+        read: list[set[Attribute]] = []
+        try:
+            problem = self._problem(inputs, lambda whole: read.append(note_reads(whole)))
+        except Exception as error:  # noqa: BLE001  (of a compiled forward, or of a subclass)
+            problem = repr(error)
+        if problem:
+            _logger.info("it is not known what %s reads: %s", self._name, problem)
+            return attributes_in(self.module)
+        return read[0]
+
+    def _problem(self, inputs: _Inputs | None, prepare: Callable[[nn.Module], None]) -> str:
+        """Return what is different with a rank's parts, and what to do; "" if nothing is.
+
+        Raises:
+            _Untried: as `check`.
         """
         copies = _RandomCopies(self.module)
         try:
             whole = copies.copy(self.module)
         except Exception as error:  # attributes that cannot be copied raise anything
             raise _Untried(f"it cannot be copied: {error!r}") from error
+        prepare(whole)
         outside = placements_inside(whole, self._styles)
         for name, parameter in whole.named_parameters():
             parameter.requires_grad_(name in outside)
