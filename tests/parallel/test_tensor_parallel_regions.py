@@ -323,6 +323,14 @@ def test_numbers_beside_known_head_counts_are_refused_if_equal() -> None:
         apply_tp_plan(Counted("num_heads", **groups), mesh_of_two(), QKV)
 
 
+def test_a_head_count_that_is_also_the_number_of_its_layer_is_refused() -> None:
+    model = nn.Sequential(*(nn.Identity() for _ in range(HEADS)), Counted("heads"))
+    plan = {f"{HEADS}.{name}": style for name, style in QKV.items()}
+    with fake_world(2), pytest.raises(ValueError, match=r"'4'.*computes something else"):
+        apply_tp_plan(model, mesh_of_two(), plan)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
 def test_head_counts_of_the_class_are_refused() -> None:
     model = type("OfClass", (Counted,), {"copies": HEADS})("num_heads")
     with fake_world(2), pytest.raises(ValueError, match=r"\{'copies': 4\} of 'OfClass'"):

@@ -620,7 +620,9 @@ class NotCopied:
         raise OwnError
 
 
-@pytest.mark.parametrize("attribute", [threading.Lock(), torch.ones(1, requires_grad=True) * 2, NotCopied()])
+@pytest.mark.parametrize(
+    "attribute", [threading.Lock(), torch.ones(1, requires_grad=True) * 2, NotCopied()]
+)
 def test_modules_that_cannot_be_copied_are_split_with_a_warning(
     attribute: object, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -348,7 +348,7 @@ def _refuse_unknown_counts(
         name: ints[name]
         for name in sorted(others)
         if ints[name] in heads - {1, *widths} and str(ints[name]) not in region.split(".")
-    }  # a number in the region's name is that of its layer
+    }  # one in the region's name is its layer's number, and else the region's trial fails
     if unknown:
         raise ValueError(
             f"{unknown} of {region or type(model).__name__!r} may count heads, of which a rank has "

@@ -37,6 +37,7 @@ class SameForm:
         self._read: dict[str, Collection[Attribute]] = {}  # of the modules that were run
 
     def add(self, name: str, module: nn.Module) -> None:
+        """Add a module of this form."""
         self._attributes[name] = attributes_in(module)
 
     def is_alone(self) -> bool:
