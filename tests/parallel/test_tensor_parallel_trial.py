@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from tp_models import BOUND, FEATURES, HEADS, WIDTH, mesh_of_two, run
 
 from helpers.crew import Crew
@@ -334,6 +335,56 @@ class Detached(MLP):
         return self.down(self.up(hidden).sigmoid() * hidden.detach().mean(-1, keepdim=True))
 
 
+class InTrainingMode(MLP):
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.softmax(-1) if self.training else inner.sigmoid()
+
+
+class InDict(Softmax):
+    def forward(self, hidden: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"output": super().forward(hidden)}
+
+
+class WithPenalty(MLP):
+    """Returns a value of all features besides its output, which is right."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        inner = self.up(hidden).sigmoid()
+        return self.down(inner), inner.square().mean()
+
+
+class KeepsPenalty(MLP):
+    """Keeps such a value in an attribute."""
+
+    penalty: Tensor | None = None
+
+    def between(self, inner: Tensor) -> Tensor:
+        self.penalty = inner.square().mean()
+        return inner.sigmoid()
+
+
+class Checkpointed(MLP):
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().forward, hidden, use_reentrant=False)
+        return output
+
+
+class CheckpointedReentrantly(MLP):
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().forward, hidden, use_reentrant=True)
+        return output
+
+
+class OwnGradient(MLP):
+    def build(self) -> None:
+        self.up.weight.register_hook(torch.tanh)
+
+
+class OwnGradientLater(MLP):
+    def build(self) -> None:
+        self.down.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
 class Multihead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -421,6 +472,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
     "tied": (Tied, UP_DOWN, "are one parameter, but the plan would split it in different ways"),
     "parametrized": (Normalized, UP_DOWN, "down: RowwiseParallel.* splits a weight, which Param"),
     "weight norm": (OldNormalized, UP_DOWN, "splits a weight, which Linear computes from"),
+    **{
+        each.__name__: (each, UP_DOWN, _TRIED)
+        for each in (InTrainingMode, InDict, Checkpointed, CheckpointedReentrantly)
+    },
+    **{
+        each.__name__: (each, UP_DOWN, f"{_TRIED}.*another tensor besides its output")
+        for each in (WithPenalty, KeepsPenalty)
+    },
+    "a hook of a gradient": (OwnGradient, UP_DOWN, "up.weight has hooks of its gradient"),
+    "a later hook": (OwnGradientLater, UP_DOWN, "down.weight has hooks of its gradient"),
+    "multihead's own weights": (
+        Multihead,
+        {"attn": LocalParameters({"in_proj_weight": Shard(0)})},
+        "nn.MultiheadAttention uses",
+    ),
     "multihead": (Multihead, {"attn.out_proj": RowwiseParallel()}, "nn.MultiheadAttention uses"),
 }
 
@@ -486,6 +552,69 @@ def test_what_cannot_be_tried_is_logged(
     assert len(warnings_of(caplog)) == (build is not MLP)
 
 
+class Dropout(MLP):
+    def build(self) -> None:
+        self.dropout = nn.Dropout(0.5)
+
+    def between(self, inner: Tensor) -> Tensor:
+        return F.dropout(self.dropout(inner), 0.5, self.training)
+
+
+class AttentionDropout(Attention):
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = (self.split(each(hidden)) for each in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, None, 0.5 * self.training)
+        mixed = F.scaled_dot_product_attention(q, mixed, v, dropout_p=0.5 * self.training)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize(("build", "plan"), [(Dropout, UP_DOWN), (AttentionDropout, QKV)])
+def test_a_trial_has_no_dropout(
+    build: Callable[[], nn.Module], plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(make(build), mesh_of_two(), plan)
+    assert not warnings_of(caplog)
+
+
+class OtherShape(MLP):
+    """Returns split features besides its output, as some attentions return their weights."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        inner = self.up(hidden).sigmoid()
+        return self.down(inner), inner
+
+
+def test_split_features_besides_the_output_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(make(OtherShape), mesh_of_two(), UP_DOWN)
+    assert not warnings_of(caplog)
+
+
+def with_hook() -> nn.Module:
+    """Less the mean of a rank's own features, by a hook that a trial does not run."""
+    model = MLP()
+    model.down.register_forward_pre_hook(lambda _, given: (given[0] - given[0].mean(),))
+    return model
+
+
+def with_closure() -> nn.Module:
+    """Runs the model itself, also if it is copied."""
+    model = MLP()
+    model.forward = lambda hidden: model.down(model.up(hidden).softmax(-1))  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("build", [with_hook, with_closure])
+def test_what_a_copy_does_not_run_is_logged(
+    build: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(model, mesh_of_two(), UP_DOWN)
+    assert len(warnings_of(caplog)) == 1
+
+
 class Masked(nn.Module):
     """A model whose inner modules get what only the model can give them."""
 
@@ -539,7 +668,7 @@ class Noted(WithMask):
 
 
 class ByNumber(Noted):
-    """Layers told apart by their number only."""
+    """Layers that differ by their number only."""
 
     def between(self, inner: Tensor) -> Tensor:
         return inner.softmax(-1) if self.number == 3 else inner.sin()
@@ -566,7 +695,7 @@ class Noting(nn.Module):
 
 
 class NoSubclass(Noted):
-    """What its forward reads cannot be noted."""
+    """A class in which no reading can be noted."""
 
     def __init_subclass__(cls) -> None:
         raise NotImplementedError

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshverse._torch_compat.module_hooks import has_gradient_hooks
 from meshverse.parallel.experts.stacked import refuse_adapters
 from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
@@ -115,7 +116,8 @@ def apply_tp_plan(
         for own, own_style in _styles_inside(name, model.get_submodule(name), style).items()
     }
     for name, style in styles.items():
-        if isinstance(model.get_submodule(parent_name(name)), nn.MultiheadAttention):
+        places = (parent_name(name), *([name] if isinstance(style, LocalParameters) else []))
+        if any(isinstance(model.get_submodule(each), nn.MultiheadAttention) for each in places):
             raise ValueError(
                 f"{name} cannot be split by {style}: nn.MultiheadAttention uses the weights of all "
                 "its layers itself. Write the attention with layers of its own for queries, keys "
@@ -141,7 +143,8 @@ def apply_tp_plan(
         _logger.warning(
             "%s: it was not tried whether ranks' parts of %s give the same, as their forward runs "
             "neither in the model, given token ids or hidden states, nor on hidden states alone, "
-            "or their layers have other styles. Compare a loss and gradients with one process.",
+            "or they have hooks, or layers with other styles. Compare a loss and gradients with "
+            "one process.",
             type(model).__name__,
             untried[:6],
         )
@@ -206,6 +209,11 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
             raise ValueError(
                 f"{name}.{own_name} is distributed already: {parameter.placements} on "
                 f"{parameter.device_mesh}. Apply tensor parallelism once, before FSDP."
+            )
+        if has_gradient_hooks(parameter):
+            raise ValueError(
+                f"{name}.{own_name} has hooks of its gradient, and would lose them: it becomes "
+                "another parameter. Register them after the model is split."
             )
     if isinstance(style, CheckedStyle):
         style.check(name, module, size)

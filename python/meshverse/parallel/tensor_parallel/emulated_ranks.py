@@ -41,6 +41,10 @@ class NotReplicatedError(Exception):
     """Ranks have different values where tensor parallelism needs the same."""
 
 
+class RanAgainError(Exception):
+    """A split layer runs again in backward, as torch's checkpoint does."""
+
+
 @dataclass
 class _Stopped(Exception):  # noqa: N818  (no error: it ends the run of one rank)
     """A rank reached a row-wise layer, and the features of the other ranks are not known yet."""
@@ -129,6 +133,7 @@ class EmulatedRanks:
         self._whole, self._styles, self._counts, self._size = whole, styles, counts, size
         self._calls: list[_Call] = []
         self._n_calls = 0  # of the rank that runs
+        self._is_backward = False
         self._placements = placements_inside(whole, styles)
         self._parameters: list[dict[str, Tensor]] = []  # outside split layers; by rank
 
@@ -168,7 +173,9 @@ class EmulatedRanks:
 
         Raises:
             NotReplicatedError: ranks have different gradients of a row-wise layer's output.
+            RanAgainError: a layer runs in backward.
         """
+        self._is_backward = True
         for output in outputs:
             _backward(output, gradient)
         for call in reversed(self._calls):
@@ -237,6 +244,8 @@ class EmulatedRanks:
 
     def _next(self, name: str, given: Tensor) -> _Call | None:
         """Return the next call of the rank that runs, if it is known."""
+        if self._is_backward:
+            raise RanAgainError(f"{name!r} runs again in backward")
         self._n_calls += 1
         if self._n_calls > len(self._calls):
             return None

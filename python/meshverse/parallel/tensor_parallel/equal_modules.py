@@ -124,7 +124,8 @@ def _noting(
         return super(noting, self).__getattribute__(name)
 
     members = {"__getattribute__": get, "__module__": kind.__module__}
-    noting: type[nn.Module] = type(kind)(kind.__name__, (kind,), members)
+    metaclass: Any = type(kind)
+    noting: type[nn.Module] = metaclass(kind.__name__, (kind,), members)
     return noting
 
 

@@ -6,6 +6,7 @@ number of heads, or use hidden states there whose gradient no layer sums. So the
 whole, and once for each rank. The outputs must be the same, and so must the gradients of the inputs
 and of the parameters outside the split layers.
 
+Modules run in training mode, but without dropout, which draws other numbers for fewer features.
 No process communicates, nothing of the model is changed, and torch's random state is as before.
 Large weights are views of a few megabytes of random numbers, so that a trial needs memory for one
 layer's weight at a time; of modules that compute the same, one is tried.
@@ -13,31 +14,37 @@ layer's weight at a time; of modules that compute the same, one is tried.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._pytree import tree_leaves
 
-from meshverse._torch_compat.module_hooks import remove_forward_hooks
+from meshverse._torch_compat.module_hooks import has_forward_hooks
 from meshverse.parallel.models.modules import child_name
 
-from .emulated_ranks import EmulatedRanks, is_emulated, placements_inside, relative_error
+from .emulated_ranks import (
+    EmulatedRanks,
+    RanAgainError,
+    is_emulated,
+    placements_inside,
+    relative_error,
+)
 from .equal_modules import Attribute, SameForm, add_to_forms, attributes_in, note_reads
+from .random_copies import RandomCopies
 from .regions import closed_regions
 
 _logger = logging.getLogger(__name__)
 _SEQUENCES, _TOKENS = 2, 6
 _LARGEST_ERROR = 1e-3  # relative; a wrong forward is off by far more, rounding by less
+_SMALLEST = 1e-6  # norm of a tensor besides the output that may not be rounding alone
 _FLOOR = 1e-2  # smaller gradients, relative to the largest, may be zero but for rounding
-_LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
 
 _OF_OUTPUT = (
     "Its forward may need all features or heads at once, or compute with a number of heads, which "
@@ -56,6 +63,10 @@ _OF_GRADIENTS = (
     "says so. Correct the entry of a parameter (ReplicatedWithGradAllreduce() or summed= if it "
     "works on a rank's own features, Replicated() or Replicate() if not); use hidden states there "
     "only through column-wise layers; or remove the module's layers from the plan."
+)
+_OF_CHECKPOINTS = (
+    "Do not checkpoint a part of this module inside its forward: checkpoint the call of the whole "
+    "module, or use apply_activation_checkpointing()."
 )
 
 
@@ -85,8 +96,11 @@ class _Inputs:
         names = {name: _copied(each, _copy_of) for name, each in keywords.items()}
         return cls(_copied(arguments, _copy_of), names)
 
-    def run(self, module: nn.Module) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the first tensor of the module's output, and the inputs that require gradients."""
+    def run(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        """Return a module's output, and the inputs that require gradients.
+
+        The output is all tensors that the forward returns, or has put into attributes.
+        """
         leaves = []
 
         def fresh(tensor: Tensor) -> Tensor:
@@ -98,7 +112,16 @@ class _Inputs:
 
         arguments = _copied(self.arguments, fresh)
         keywords = {name: _copied(each, fresh) for name, each in self.keywords.items()}
-        return _first_tensor(module(*arguments, **keywords)), leaves
+        before = [*_stored(module)]
+        returned = tree_leaves(module(*arguments, **keywords))
+        stored = [each for each in _stored(module) if not any(each is old for old in before)]
+        return [each for each in (*returned, *stored) if isinstance(each, Tensor)], leaves
+
+
+def _stored(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that are attributes of modules, and neither parameters nor buffers."""
+    for inside in module.modules():
+        yield from (each for each in vars(inside).values() if isinstance(each, Tensor))
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
@@ -148,6 +171,8 @@ def try_plan(
             for name, _ in module.named_modules()
             if (own := child_name(region, name) if name else region) in styles
         }
+        if any(has_forward_hooks(each) for name, each in module.named_modules() if name):
+            untried.add(region)  # with its hooks; without them, it is tried
         if all(is_emulated(module.get_submodule(name), style) for name, style in inside.items()):
             trials[region] = _Trial(region, module, inside, counts, size)
             add_to_forms(forms, region, module, inside, counts)
@@ -170,79 +195,10 @@ def try_plan(
     return [region for region in closed_regions(styles) if region in untried]
 
 
-class _RandomCopies:
-    """Copies of modules with random weights in float32, without dropout and hooks."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        device = next(module.parameters()).device
-        self.device = torch.device("cpu") if device.type == "meta" else device
-        self._numbers: dict[float, Tensor] = {}  # of large weights, by their scale
-        self._n_large = 0
-
-    def copy(self, module: nn.Module) -> nn.Module:
-        """Return a copy of a module.
-
-        Raises:
-            Exception: an attribute cannot be copied.
-        """
-        memo: dict[int, Any] = {}
-        for each in module.parameters():
-            scale = each.shape[-1] ** -0.5 if each.ndim > 1 else 1.0
-            memo[id(each)] = nn.Parameter(self._weight(each.shape, scale))
-        for buffer in module.buffers():
-            if buffer.is_meta:
-                values = self.random(*buffer.shape)
-                is_float = buffer.is_floating_point()
-                memo[id(buffer)] = values if is_float else values.zero_().to(buffer.dtype)
-        copied = copy.deepcopy(module, memo)
-        for buffer in copied.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.float()
-        for inside in copied.modules():  # hooks of the user's are none of a trial's business
-            remove_forward_hooks(inside)
-        return copied.eval()
-
-    def random(self, *shape: int) -> Tensor:
-        given = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
-        return given.to(self.device)
-
-    def _weight(self, shape: torch.Size, scale: float) -> Tensor:
-        """Return random numbers; for a large shape, a view in which they occur several times."""
-        if prod(shape) < _LARGE:
-            return self.random(*shape) * scale
-        *lead, last = shape
-        offset = self._n_large % 997  # so that no two weights are equal
-        self._n_large += 1
-        step = min(last, _STEP)
-        needed = offset + (prod(lead) - 1) * step + last
-        if scale not in self._numbers or len(self._numbers[scale]) < needed:
-            self._numbers[scale] = self.random(needed + 997) * scale
-        strides = [prod(lead[dim + 1 :]) * step for dim in range(len(lead))]
-        return self._numbers[scale].as_strided(shape, [*strides, 1], offset)
-
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Run with gradients, in full precision, and leave torch's random state as it is."""
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(self.device.type, enabled=False),
-            self.device,
-            self.same_random_state(),
-        ):
-            yield
-
-    def same_random_state(self) -> contextlib.AbstractContextManager[None]:
-        """Set torch's random state back on leaving: the next run draws the same numbers."""
-        kind = self.device.type
-        return torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind)
-
-
 def _inputs_in(model: nn.Module, wanted: Collection[str]) -> dict[str, _Inputs]:
     """Return the inputs that modules get in a run of the whole model, of those that it reaches."""
     seen: dict[str, _Inputs | None] = {}
-    copies = _RandomCopies(model)
+    copies = RandomCopies(model)
     try:
         copied = copies.copy(model)
     except Exception:  # noqa: BLE001  (attributes that cannot be copied raise anything)
@@ -282,7 +238,7 @@ def _inputs_in(model: nn.Module, wanted: Collection[str]) -> dict[str, _Inputs]:
     return {name: each for name, each in seen.items() if each is not None}
 
 
-def _candidates(copies: _RandomCopies, model: nn.Module) -> Iterator[Tensor]:
+def _candidates(copies: RandomCopies, model: nn.Module) -> Iterator[Tensor]:
     """Yield inputs that a model's forward may take: token ids, hidden states of each width."""
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     if tables:
@@ -293,7 +249,7 @@ def _candidates(copies: _RandomCopies, model: nn.Module) -> Iterator[Tensor]:
         yield from given.arguments
 
 
-def _hidden_states(copies: _RandomCopies, module: nn.Module) -> Iterator[_Inputs]:
+def _hidden_states(copies: RandomCopies, module: nn.Module) -> Iterator[_Inputs]:
     layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
     for width in dict.fromkeys(each.in_features for each in layers):
         yield _Inputs((copies.random(_SEQUENCES, _TOKENS, width).requires_grad_(),), {})
@@ -351,7 +307,7 @@ class _Trial:
         Raises:
             _Untried: as `check`.
         """
-        copies = _RandomCopies(self.module)
+        copies = RandomCopies(self.module)
         try:
             whole = copies.copy(self.module)
         except Exception as error:  # attributes that cannot be copied raise anything
@@ -369,27 +325,34 @@ class _Trial:
                 reasons.append(str(reason))
         raise _Untried("; ".join(reasons))
 
-    def _compare(self, copies: _RandomCopies, whole: nn.Module, inputs: _Inputs) -> str:
+    def _compare(self, copies: RandomCopies, whole: nn.Module, inputs: _Inputs) -> str:
         expected, gradient, known = self._run_whole(copies, whole, inputs)
         ranks = EmulatedRanks(whole, self._styles, self._counts, self._size)
         leaves: dict[int, list[Tensor]] = {}  # by rank
+        others: dict[int, list[Tensor]] = {}
 
         def forward(rank: int, module: nn.Module) -> Tensor:
             with copies.same_random_state():
-                output, leaves[rank] = inputs.run(module)
-            if output is None:
-                raise TypeError("A rank's output has no tensor.")
+                (output, *others[rank]), leaves[rank] = inputs.run(module)
             return output
 
         try:
             outputs = ranks.run(forward)
         except Exception as failure:  # noqa: BLE001  (a forward raises anything)
             return f"a rank raises {type(failure).__name__}: {failure} {_IN_PLACE} {_OF_OUTPUT}"
-        error = max(relative_error(each, expected) for each in outputs)
+        error = max(relative_error(each, expected[0]) for each in outputs)
         if not error < _LARGEST_ERROR:  # NaN, too
             return f"the relative error of the output is {error:.2g}. {_OF_OUTPUT}"
+        error = max(_error_of_others(each, expected[1:]) for each in others.values())
+        if not error < _LARGEST_ERROR:
+            return (
+                "it returns, or keeps in an attribute, another tensor besides its output, whose "
+                f"relative error is {error:.2g}. {_OF_OUTPUT}"
+            )
         try:
             ranks.backward(outputs, gradient)
+        except RanAgainError as failure:
+            return f"{failure}. {_OF_CHECKPOINTS}"
         except Exception as failure:  # noqa: BLE001
             return f"{type(failure).__name__}: {failure} {_OF_GRADIENTS}"
         found = {f"{name!r}": each for name, each in ranks.gradients().items()}
@@ -401,9 +364,9 @@ class _Trial:
         return ""
 
     def _run_whole(
-        self, copies: _RandomCopies, whole: nn.Module, inputs: _Inputs
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
-        """Return the output, the gradient that it is given, and gradients by name.
+        self, copies: RandomCopies, whole: nn.Module, inputs: _Inputs
+    ) -> tuple[list[Tensor], Tensor, dict[str, Tensor | None]]:
+        """Return the output, the gradient that its first tensor is given, and gradients by name.
 
         Raises:
             _Untried: the forward does not run on the inputs.
@@ -414,16 +377,31 @@ class _Trial:
                 output, leaves = inputs.run(copy.deepcopy(whole, shared))
         except Exception as error:  # a forward raises anything
             raise _Untried(repr(error)) from error
-        if output is None or not output.isfinite().all():
-            raise _Untried(f"its output is {output}")
-        gradient = copies.random(*output.shape)
-        if output.requires_grad:
-            torch.autograd.backward([output], [gradient])
+        if not output or not output[0].isfinite().all():
+            raise _Untried(f"its output is {output[:1]}")
+        gradient = copies.random(*output[0].shape)
+        if output[0].requires_grad:
+            torch.autograd.backward([output[0]], [gradient])
         known = {f"{name!r}": each.grad for name, each in whole.named_parameters()}
         known |= {_input(number): each.grad for number, each in enumerate(leaves)}
         for parameter in whole.parameters():
             parameter.grad = None
-        return output.detach(), gradient, known
+        return [each.detach() for each in output], gradient, known
+
+
+def _error_of_others(seen: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative error of tensors; those of a rank's own features do not count.
+
+    These have other shapes, as attention weights of fewer heads.
+    """
+    return max(
+        (
+            relative_error(own, whole, _SMALLEST)
+            for own, whole in zip(seen, expected, strict=False)
+            if own.shape == whole.shape and whole.isfinite().all()
+        ),
+        default=0.0,
+    )
 
 
 def _input(number: int) -> str:
@@ -446,15 +424,3 @@ def _worst_gradient(
         for name, expected in finite.items()
     }
     return max(errors.items(), key=lambda item: item[1], default=("", 0.0))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    return next(_tensors(output), None)

@@ -1,0 +1,119 @@
+"""Copies of modules with random weights, on which a trial runs their forwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from math import prod
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshverse._torch_compat.module_hooks import remove_forward_hooks
+
+_LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
+_DROPOUT = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+    *(torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_),
+}
+_PLACE = 4  # of dropout_p among the arguments of attention
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Dropout gives its input; so do attention's kinds of it."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function in _DROPOUT:
+            return next(iter((*arguments, *keywords.values())))
+        if function is F.scaled_dot_product_attention:
+            keywords = {**keywords}
+            if len(arguments) > _PLACE:
+                arguments = (*arguments[:_PLACE], 0.0, *arguments[_PLACE + 1 :])
+            else:
+                keywords["dropout_p"] = 0.0
+        return function(*arguments, **keywords)
+
+
+class RandomCopies:
+    """Copies of modules with random weights in float32, in training mode, without hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        device = next(module.parameters()).device
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        self._numbers: dict[float, Tensor] = {}  # of large weights, by their scale
+        self._n_large = 0
+
+    def copy(self, module: nn.Module) -> nn.Module:
+        """Return a copy of a module.
+
+        Raises:
+            TypeError: a forward would run the module itself.
+            Exception: an attribute cannot be copied.
+        """
+        for inside in module.modules():
+            forward = vars(inside).get("forward")
+            if isinstance(forward, FunctionType) and forward.__closure__:
+                raise TypeError(f"A copy would run {forward.__qualname__}, of the module itself.")
+        memo: dict[int, Any] = {}
+        for each in module.parameters():
+            scale = each.shape[-1] ** -0.5 if each.ndim > 1 else 1.0
+            memo[id(each)] = nn.Parameter(self._weight(each.shape, scale))
+        for buffer in module.buffers():
+            if buffer.is_meta:
+                values = self.random(*buffer.shape)
+                is_float = buffer.is_floating_point()
+                memo[id(buffer)] = values if is_float else values.zero_().to(buffer.dtype)
+        copied = copy.deepcopy(module, memo)
+        for buffer in copied.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.float()
+        for inside in copied.modules():  # hooks of the user's are none of a trial's business
+            remove_forward_hooks(inside)
+        return copied.train()
+
+    def random(self, *shape: int) -> Tensor:
+        """Return normally distributed numbers."""
+        given = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        return given.to(self.device)
+
+    def _weight(self, shape: torch.Size, scale: float) -> Tensor:
+        """Return random numbers; for a large shape, a view in which they occur several times."""
+        if prod(shape) < _LARGE:
+            return self.random(*shape) * scale
+        *lead, last = shape
+        offset = self._n_large % 997  # so that no two weights are equal
+        self._n_large += 1
+        step = min(last, _STEP)
+        needed = offset + (prod(lead) - 1) * step + last
+        if scale not in self._numbers or len(self._numbers[scale]) < needed:
+            self._numbers[scale] = self.random(needed + 997) * scale
+        strides = [prod(lead[dim + 1 :]) * step for dim in range(len(lead))]
+        return self._numbers[scale].as_strided(shape, [*strides, 1], offset)
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Run with gradients, in full precision, and leave torch's random state as it is."""
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(self.device.type, enabled=False),
+            self.device,
+            _WithoutDropout(),
+            self.same_random_state(),
+        ):
+            yield
+
+    def same_random_state(self) -> contextlib.AbstractContextManager[None]:
+        """Set torch's random state back on leaving: the next run draws the same numbers."""
+        kind = self.device.type
+        return torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind)
