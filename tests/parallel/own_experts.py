@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, INNER, EXPERTS, CHOICES = 8, 12, 4, 2
 
@@ -120,6 +123,15 @@ class AllAtOnce(Own):
         return (rows * weights[..., None]).sum(1)
 
 
+class Dropout(Own):
+    """Dropout, which a trial leaves out."""
+
+    p = 0.0
+
+    def inner(self, features: Tensor) -> Tensor:
+        return F.dropout(super().inner(features), self.p, self.training)
+
+
 OWN: dict[str, type[nn.Module]] = {
     each.__name__: each
     for each in (
@@ -173,6 +185,50 @@ class BufferOfAll(Own):
         return super().expert(rows, number) * self.scale[number]
 
 
+class MeanInTraining(Own):
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        output = super().forward(hidden, expert_ids, weights)
+        return output / len(self.down_proj) if self.training else output
+
+
+class DropsTokens(Own):
+    """An expert takes a quarter more than its share of the tokens."""
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        output, most = torch.zeros_like(hidden), expert_ids.numel() * 5 // (4 * EXPERTS)
+        for number in range(len(self.down_proj)):
+            tokens, choices = (each[:most] for each in torch.where(expert_ids == number))
+            rows = self.weighted(hidden[tokens], weights[tokens, choices, None], number)
+            output = output.index_add(0, tokens, rows)
+        return output
+
+
+class Checkpointed(Own):
+    def expert(self, rows: Tensor, number: int) -> Tensor:
+        output: Tensor = checkpoint(super().expert, rows, number, use_reentrant=False)
+        return output
+
+
+class _Divided(torch.autograd.Function):
+    """The identity, whose backward divides the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient / ctx.number, None
+
+
+class GradientByExperts(Own):
+    def expert(self, rows: Tensor, number: int) -> Tensor:
+        expert = super().expert(rows, number)
+        output: Tensor = _Divided.apply(expert, len(self.down_proj))  # type: ignore[no-untyped-call]
+        return output
+
+
 class OtherArguments(Own):
     def forward(self, hidden: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         return super().forward(hidden, expert_ids, weights)
@@ -186,6 +242,10 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (NormalizesWeights, "gives other outputs"),
         (MixesExperts, "gives other outputs"),
         (BufferOfAll, "gives other outputs"),
+        (MeanInTraining, "gives other outputs"),
+        (DropsTokens, "gives other outputs"),
+        (Checkpointed, "runs again in backward"),
+        (GradientByExperts, "gives other gradients"),
         (OtherArguments, "must take hidden states"),
     )
 }
@@ -210,6 +270,12 @@ class NormBehind(Own):
         return F.rms_norm(super().expert(rows, number), (WIDTH,))
 
 
+class NormInTraining(Own):
+    def inner(self, features: Tensor) -> Tensor:
+        inner = super().inner(features)
+        return F.normalize(inner, dim=-1) if self.training else inner
+
+
 class Largest(Own):
     """Keeps the largest inner features only."""
 
@@ -219,7 +285,7 @@ class Largest(Own):
 
 
 NO_FEATURES: dict[str, type[nn.Module]] = {
-    each.__name__: each for each in (NormInside, NormAnyWidth, NormBehind, Largest)
+    each.__name__: each for each in (NormInside, NormAnyWidth, NormBehind, NormInTraining, Largest)
 }
 
 

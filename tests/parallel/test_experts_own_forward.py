@@ -6,9 +6,10 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from expert_models import BOUND, objective, tokens
-from own_experts import NO_FEATURES, NO_PARTS, OWN, make
+from own_experts import NO_FEATURES, NO_PARTS, OWN, Dropout, Own, make
 from rounding import largest_error
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -128,3 +129,40 @@ def test_what_cannot_be_run_on_some_features_is_refused(name: str) -> None:
         text = refusal(make(NO_FEATURES[name]), "features")
         assert name in text
         assert "ExpertParallel()" in text
+
+
+class MoreDropout(Dropout):
+    p = 0.5
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_dropout_is_no_obstacle(style: str) -> None:
+    model = make(MoreDropout)
+    with fake_world(2):
+        mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        apply_tp_plan(model, mesh, {"*.experts": STYLES[style]()})
+    assert all(isinstance(each, DTensor) for each in model.get_submodule("0.experts").parameters())
+
+
+def test_ep_size_refuses_hooks_of_gradients() -> None:
+    model = make(Own)
+    model.get_submodule("1.experts").get_parameter("down_proj").register_hook(torch.tanh)
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(ep_size=2))
+        with pytest.raises(
+            ValueError, match=r"1.experts: \['down_proj'\] have hooks of their grad"
+        ):
+            fsdp2_strategy_parallelize(model, mesh)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def test_ep_size_refuses_layers_that_share_weights() -> None:
+    model = make(Own)
+    first, second = (model.get_submodule(f"{each}.experts") for each in range(2))
+    second.register_parameter("down_proj", first.get_parameter("down_proj"))
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(ep_size=2))
+        with pytest.raises(ValueError, match=r"1.experts.down_proj is the same parameter as 0.exp"):
+            fsdp2_strategy_parallelize(model, mesh)
+    assert second.down_proj is first.down_proj
+    assert not any(isinstance(each, DTensor) for each in model.parameters())

@@ -303,4 +303,13 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
                 f"{name} is distributed already. Distribute experts once, before FSDP."
             )
         ExpertParallel().check(name, module, size)
+    owned: dict[int, str] = {}
+    for name in names:
+        for own, parameter in model.get_submodule(name).named_parameters():
+            if first := owned.get(id(parameter)):
+                raise ValueError(
+                    f"{name}.{own} is the same parameter as {first}, and would become another one. "
+                    "Let layers share the whole module of experts, or use ep_size=1."
+                )
+            owned[id(parameter)] = f"{name}.{own}"
     return names

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from meshverse._torch_compat.module_hooks import has_gradient_hooks
 from meshverse.parallel.models.modules import adapted
 from meshverse.parallel.styles.local_styles import CheckedStyle, split_parameters
 
@@ -94,6 +95,11 @@ class StackedStyle(CheckedStyle, Generic[_Answer]):
                 "parameters such as 'gate_up_proj', and without other parameters. This is a "
                 f"{type(module).__name__} with {others[:6]}. Remove it from the plan, or name the "
                 "experts' module inside it."
+            )
+        if hooked := [own for own in names if has_gradient_hooks(module.get_parameter(own))]:
+            raise ValueError(
+                f"{name}: {hooked} have hooks of their gradients, and would lose them: they become "
+                "other parameters. Register them after the experts are split."
             )
         if "forward" in vars(module):
             raise ValueError(

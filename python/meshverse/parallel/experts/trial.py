@@ -3,7 +3,8 @@
 Names and shapes do not show what a forward does with its weights: whether it counts experts by
 them, which dim has the inner features, where the gates are, or what an expert adds to a token. So
 the forward is run: on random weights as a whole, and on the parts of all ranks, whose outputs must
-sum to the same. Nothing of the module is changed, and no random state of torch's is used.
+sum to the same, and so must the gradients of the inputs. It runs in training mode without dropout.
+Nothing of the module is changed, and no random state of torch's is used.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from meshverse.parallel.models.dropout import WithoutDropout
+
 from .stacked import DOWN, StackedExperts
 
 # Weights of expert e begin e * _STEP elements later in the same random numbers, so that a probe of
 # many experts needs little more memory than one of them. Kernels need weights aligned to 16 bytes.
 _STEP = 16
 _PERIOD = 1_000_003  # random numbers, of which larger weights are repetitions
+_CROWD = 24  # tokens that choose one expert, more than it takes if it takes so many only
 _ROWS = 2  # for each expert, if a forward takes equally many rows for each
 _Second = Literal["none", "behind", "again"]
 _SECOND: tuple[_Second, ...] = get_args(_Second)
@@ -108,6 +112,8 @@ class _Probe:
         self.form = _form_of(module)
         self.weights = {name: self._weight(name) for name in experts.names}
         self.ids, self.hidden, self.router = self._inputs()
+        self._twins: list[nn.Module] = []  # that were run on parts
+        self._expected: list[Tensor] | None = None  # gradients of the inputs, if there are any
 
     def _random(self, *shape: int) -> Tensor:
         given = torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu")
@@ -131,11 +137,13 @@ class _Probe:
             ids = torch.arange(count, device="cpu").repeat_interleave(_ROWS)[:, None]
         else:
             some = dict.fromkeys((0, own - 1, count - own, count - 1))
-            ids = torch.tensor([*permutations(some, 2)] or [(0,)], device="cpu")
+            crowd = [(0, each) for each in some if each] * _CROWD
+            ids = torch.tensor([*permutations(some, 2), *crowd[:_CROWD]] or [(0,)], device="cpu")
         if self.form == "all":
             ids = torch.arange(count, device="cpu").expand(len(ids), count)
         weights = (self._random(*ids.shape) + 2) / 3  # 1/3 to 1
-        return ids.to(self.device), self._random(len(ids), self.width), weights
+        hidden = self._random(len(ids), self.width)
+        return ids.to(self.device), hidden.requires_grad_(), weights.requires_grad_()
 
     def run(
         self,
@@ -147,6 +155,7 @@ class _Probe:
     ) -> Tensor:
         """Return the forward's output, with some parameters and attributes replaced."""
         forward: Any = type(self.module).forward
+        hidden, weights = hidden.clone(), weights.clone()  # which may be changed in place
         inputs = {
             "rows": (hidden,),
             "all": (hidden, weights),
@@ -154,7 +163,9 @@ class _Probe:
         }
         try:
             twin = self._twin({**self.weights, **(parameters or {}), **(numbers or {})})
-            output = forward(twin, *inputs[self.form])
+            self._twins.append(twin)
+            with WithoutDropout():
+                output = forward(twin, *inputs[self.form])
         except _Problem:
             raise
         except Exception as error:  # a forward of a user's own raises anything
@@ -169,13 +180,54 @@ class _Probe:
         output = self.run(self.hidden, self.ids, self.router)
         if not output.any(-1).all() or not isfinite(output.float().norm().item()):
             raise _Problem("gives zeros, infinite values or nan for random tokens")
+        try:
+            self._expected = self._gradients(output)
+        except Exception:  # noqa: BLE001  (kernels may have no backward for weights like these)
+            self._expected = None
+        self._twins.clear()
         return output
 
     def equal(self, seen: Tensor, expected: Tensor) -> bool:
         """Whether two outputs differ by rounding only."""
-        bound = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
         difference = (seen.float() - expected.float()).norm(dim=-1)
-        return bool((difference <= bound * expected.float().norm(dim=-1)).all())
+        return bool((difference <= self._bound * expected.float().norm(dim=-1)).all())
+
+    @property
+    def _bound(self) -> float:
+        return 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
+
+    def is_whole(self, total: Tensor, whole: Tensor) -> bool:
+        """Whether a sum of outputs is that of all experts, and so are the inputs' gradients."""
+        if not self.equal(total, whole):
+            return False
+        if self._expected is None:
+            return True
+        for twin in self._twins:  # as the parts of the weights are there in forward only
+            for name in self.experts.names:
+                vars(twin).pop(name, None)
+        self._twins.clear()
+        try:
+            seen = self._gradients(total)
+        except Exception as error:
+            raise _Problem(
+                f"runs again in backward, as in torch.utils.checkpoint ({type(error).__name__})"
+            ) from error
+        for own, its in zip(seen, self._expected, strict=True):
+            if not (own - its).norm() <= self._bound * its.norm():
+                raise _Problem("gives other gradients than in one process")
+        return True
+
+    def _gradients(self, output: Tensor) -> list[Tensor]:
+        """Return the gradients of the hidden states and the router's weights."""
+        given = torch.linspace(-1, 1, output.numel(), device=output.device, dtype=output.dtype)
+        inputs = [self.hidden, self.router]
+        found = torch.autograd.grad(
+            output, inputs, given.view_as(output), retain_graph=True, allow_unused=True
+        )
+        return [
+            torch.zeros_like(each) if its is None else its.float()
+            for each, its in zip(inputs, found, strict=True)
+        ]
 
     def _twin(self, attributes: Mapping[str, Any]) -> nn.Module:
         """Return a copy of the module that shares nothing which its forward may change."""
@@ -189,10 +241,10 @@ class _Probe:
             for name, each in self.module._buffers.items()
         }
         state["_modules"] = {
-            name: None if each is None else copy.deepcopy(each).to(self.device).eval()
+            name: None if each is None else copy.deepcopy(each).to(self.device).train()
             for name, each in self.module._modules.items()
         }
-        state |= {"training": False, **attributes}
+        state |= {"training": True, **attributes}
         return twin
 
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
@@ -205,7 +257,7 @@ class _Probe:
         return buffer.clone().to(self.device)
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def ask_for_experts(
     name: str, module: nn.Module, experts: StackedExperts, size: int
 ) -> PartOfExperts:
@@ -263,7 +315,7 @@ def with_second(
     return torch.stack([ids, second], 1), torch.stack([weights, torch.zeros_like(weights)], 1)
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def ask_for_features(
     name: str, module: nn.Module, experts: StackedExperts, size: int
 ) -> PartOfFeatures:
@@ -359,7 +411,7 @@ def _is_sum_of_experts(probe: _Probe, whole: Tensor, part: PartOfExperts) -> boo
         ids, weights = with_second(part, own, ids, weights)
         rows = probe.run(probe.hidden[tokens], ids, weights, parameters, part.numbers)
         total = total.index_add(0, tokens, rows.to(total.dtype))
-    return probe.equal(total, whole)
+    return probe.is_whole(total, whole)
 
 
 def _is_sum_of_features(probe: _Probe, whole: Tensor, part: PartOfFeatures, size: int) -> bool:
@@ -378,7 +430,7 @@ def _is_sum_of_features(probe: _Probe, whole: Tensor, part: PartOfFeatures, size
             parameters[name] = own.contiguous().expand(each.size(0), *own.shape)
         rows = probe.run(probe.hidden, probe.ids, probe.router, parameters, part.numbers)
         total = total + rows
-    return probe.equal(total, whole)
+    return probe.is_whole(total, whole)
 
 
 def _has_identity(probe: _Probe) -> bool:
@@ -416,11 +468,10 @@ def _ignores_zeros(probe: _Probe) -> bool:
     """Whether rows of zeros give zeros and get no gradient, so that they need not be sent."""
     if probe.form != "rows":
         return False
-    hidden = probe.hidden.clone()
+    hidden = probe.hidden.detach().clone()
     hidden[1::_ROWS] = 0
     hidden.requires_grad_()
-    with torch.enable_grad():
-        output = probe.run(hidden, probe.ids, probe.router)
+    output = probe.run(hidden, probe.ids, probe.router)
     if not output.requires_grad:
         return not output[1::_ROWS].any()
     (gradient,) = torch.autograd.grad(output, hidden, torch.ones_like(output))

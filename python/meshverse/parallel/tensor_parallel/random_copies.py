@@ -11,36 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from meshverse._torch_compat.module_hooks import remove_forward_hooks
+from meshverse.parallel.models.dropout import WithoutDropout
 
 _LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
-_DROPOUT = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
-    *(torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_),
-}
-_PLACE = 4  # of dropout_p among the arguments of attention
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Dropout gives its input; so do attention's kinds of it."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        keywords = keywords or {}
-        if function in _DROPOUT:
-            return next(iter((*arguments, *keywords.values())))
-        if function is F.scaled_dot_product_attention:
-            keywords = {**keywords}
-            if len(arguments) > _PLACE:
-                arguments = (*arguments[:_PLACE], 0.0, *arguments[_PLACE + 1 :])
-            else:
-                keywords["dropout_p"] = 0.0
-        return function(*arguments, **keywords)
 
 
 class RandomCopies:
@@ -108,7 +83,7 @@ class RandomCopies:
             torch.enable_grad(),
             torch.autocast(self.device.type, enabled=False),
             self.device,
-            _WithoutDropout(),
+            WithoutDropout(),
             self.same_random_state(),
         ):
             yield
