@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -178,6 +179,47 @@ def tells_layers_where_hidden_states_came_from() -> nn.Module:
     return model
 
 
+def adds_the_embedding_after_the_layers() -> nn.Module:
+    model = make()
+    inner = model.model
+
+    class Adding(type(inner)):  # type: ignore[misc]
+        def forward(self, *, input_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
+            first = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            rotary = self.rotary_emb(first, torch.arange(first.size(1))[None])
+            hidden = first
+            for layer in self.layers:
+                hidden = layer(hidden, position_embeddings=rotary)
+            return type("Output", (), {"last_hidden_state": self.norm(hidden + first)})()
+
+    inner.__class__ = Adding
+    return model
+
+
+def adds_the_states_of_all_layers() -> nn.Module:
+    model = make()
+    inner = model.model
+
+    class Adding(type(inner)):  # type: ignore[misc]
+        def forward(self, *, input_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
+            hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            rotary, total = self.rotary_emb(hidden, torch.arange(hidden.size(1))[None]), 0
+            for layer in self.layers:
+                hidden = layer(hidden, position_embeddings=rotary)
+                total = total + hidden
+            return type("Output", (), {"last_hidden_state": self.norm(total)})()
+
+    inner.__class__ = Adding
+    return model
+
+
+def on_meta(make_one: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def make_on_meta() -> nn.Module:
+        return make_one().to("meta")
+
+    return make_on_meta
+
+
 def _of_transformers(name: str, **settings: Any) -> nn.Module:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
     config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, **settings)
@@ -201,6 +243,9 @@ def embeds_hidden_states_too() -> nn.Module:
         (tells_layers_where_hidden_states_came_from, "its layers get another 'scale' without its"),
         (OneParameter, "OneParameter has no list of as many layers"),
         (shares_a_layer, r"are one parameter, in stages \[0, 1\]"),
+        (adds_the_embedding_after_the_layers, "its output depends on hidden states before"),
+        (adds_the_states_of_all_layers, "its output depends on hidden states before"),
+        (on_meta(adds_the_states_of_all_layers), "its output depends on hidden states before"),
         (scaled_between_layers, "states that its layers get are not the output of the layer"),
         (lambda: split_into_stages(make(), 2, 0), "is a stage already, .*Split the whole model"),
     ],

@@ -6,24 +6,32 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+import meshverse
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
+from meshverse.parallel import apply_tp_plan, get_hf_tp_shard_plan
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from hf_families import (  # noqa: E402  (imports transformers)
+    BOUND,
     RANKS,
     Outcome,
     compare_both,
     families,
+    full,
     model_class,
+    tiny_model,
+    tokens,
 )
 from hf_table import read_table, render_table, write_table  # noqa: E402
 
@@ -95,6 +103,36 @@ def test_split_family_equals_one_process(compared: Callable[[str], Compared], fa
     committed = read_table(_DOCUMENT, _TABLE)
     if committed is not None and "MESHVERSE_WRITE_TABLES" not in os.environ:
         assert committed[family] == rows({family: compared(family)})[family]
+
+
+def logits_with_a_cache(family: str) -> float:
+    """The relative error of logits, of tokens after others whose keys are in a cache."""
+    whole = tiny_model(family, tied=False).eval()
+    split = copy.deepcopy(whole)
+    mesh = meshverse.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    apply_tp_plan(split, mesh, get_hf_tp_shard_plan(split))
+    seen = []
+    for model in (split, whole):
+        cache = None
+        for given in tokens()[:, :7].split([3, 3, 1], dim=1):
+            with torch.no_grad():
+                output = model(input_ids=given, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            assert cache is not None
+        assert cache.get_seq_length() == 7
+        seen.append(full(output.logits))
+    return float((seen[0] - seen[1]).norm() / seen[1].norm())
+
+
+_CACHED = ("llama", "doge", "llama4_text", "deepseek_v3", "gemma3n_text", "gpt_neox")
+
+
+@pytest.mark.parametrize(
+    "family", in_tiers([each for each in _CACHED if each in families()], short=["llama"])
+)
+def test_a_filled_cache_equals_one_process(crew: Crew, family: str) -> None:
+    for error in crew.run(logits_with_a_cache, RANKS, family, timeout=_SECONDS):
+        assert error < BOUND
 
 
 @pytest.mark.sweep

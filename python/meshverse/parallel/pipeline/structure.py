@@ -60,7 +60,9 @@ def describe(model: nn.Module) -> Structure:
     elif not (reason := _needs_all_layers(config)):
         trials = [_Trial(inner, layers, in_tuples=each) for each in (False, True)]
         for trial in trials:
-            trial.reason = trial.run() or trial.run_as_later_stage()
+            trial.reason = (
+                trial.run() or trial.run_as_later_stage() or trial.run_from_the_last_layer()
+            )
             if not trial.reason:
                 sides = trial.sides()
                 return Structure(inner_name, layers, len(trial.probes), *sides, trial.in_tuples)
@@ -120,11 +122,13 @@ class _Trial:
         events: names of the children that ran, and `_LAYER` for each layer, in order.
         probes: the probes, in the order of the layers.
         reason: why the model cannot be split, in words; "" if it can.
+        output: of the last run.
     """
 
     def __init__(self, inner: nn.Module, layers: str, *, in_tuples: bool) -> None:
         self.in_tuples = in_tuples
         self.reason = ""
+        self.output: Any = None
         self.events: list[str] = []
         listed = cast("nn.ModuleList", inner.get_submodule(layers))
         self.probes = [_Probe(layer, self.events, in_tuples) for layer in listed]
@@ -150,13 +154,8 @@ class _Trial:
         A later stage has no embedding, and gets hidden states instead of tokens.
         """
         hidden = torch.zeros_like(self.probes[0].hidden)
-        later = copy.copy(self)
-        later.events = []
-        later.probes = [probe.again(later.events) for probe in self.probes]
-        later._inner = shallow_copy(self._inner)
-        later._inner._modules[self._layers] = nn.ModuleList(later.probes)
-        children = dict.fromkeys(name for side in self.sides() for name in side)
-        later._inner._modules.update({name: IdleModule() for name in children})
+        before, after = self.sides()
+        later = self._again({*before, *after})
         if reason := later._run(inputs_embeds=hidden):
             return f"it fails on hidden states, without its embedding ({reason})"
         for probe, given in zip(later.probes, self.probes, strict=True):
@@ -165,6 +164,33 @@ class _Trial:
             if name := probe.first_difference(given):
                 return f"its layers get another {name!r} without its embedding"
         return ""
+
+    def run_from_the_last_layer(self) -> str:
+        """Return why the last stage would need more than the output of the last layer, or ""."""
+        before, _ = self.sides()
+        last = self._again({*before})
+        hidden = torch.zeros_like(self.probes[0].hidden).requires_grad_()
+        for probe in last.probes[:-1]:
+            probe.is_leaf = True
+        if reason := last._run(inputs_embeds=hidden):
+            return f"it fails on hidden states, without its embedding ({reason})"
+        earlier = [hidden, *(probe.given for probe in last.probes[:-1])]
+        if last.output.requires_grad and any(
+            each is not None
+            for each in torch.autograd.grad(last.output.sum(), earlier, allow_unused=True)
+        ):
+            return "its output depends on hidden states before those of its last layer"
+        return ""
+
+    def _again(self, idle: set[str]) -> _Trial:
+        """Return a trial for another run, in which some children do nothing."""
+        again = copy.copy(self)
+        again.events = []
+        again.probes = [probe.again(again.events) for probe in self.probes]
+        again._inner = shallow_copy(self._inner)
+        again._inner._modules[self._layers] = nn.ModuleList(again.probes)
+        again._inner._modules.update({name: IdleModule() for name in idle})
+        return again
 
     def _run(self, **inputs: Tensor) -> str:
         """Run the model; return the error that it raises, in words, or ""."""
@@ -181,7 +207,8 @@ class _Trial:
                 output: Any = self._inner(**inputs, use_cache=False)
             except _FROM_MODELS as error:
                 return f"{type(error).__name__}: {error}"
-        if not isinstance(getattr(output, "last_hidden_state", None), Tensor):
+        self.output = getattr(output, "last_hidden_state", None)
+        if not isinstance(self.output, Tensor):
             return f"{type(self._inner).__name__} returns no last_hidden_state"
         return ""
 
@@ -238,6 +265,7 @@ class _Probe(AbsentModule):
         self._in_tuples = in_tuples
         self._names = list(inspect.signature(layer.forward).parameters)
         self.calls = self.order = 0
+        self.is_leaf = False  # whether its output is to get a gradient
         self.hidden: Any = None
         self.given: Any = None
         self.others: list[tuple[str, Any]] = []
@@ -250,7 +278,7 @@ class _Probe(AbsentModule):
         self.calls += 1
         self._events.append(_LAYER)
         self.order = len(self._events)
-        self.hidden, self.given = hidden, hidden.detach().clone()
+        self.hidden, self.given = hidden, hidden.detach().clone().requires_grad_(self.is_leaf)
         self.others = list(zip(self._names, arguments, strict=False))[1:]
         self.others += [(name, each) for name, each in keywords.items() if name != "hidden_states"]
         return (self.given, _NOTHING) if self._in_tuples else self.given
