@@ -1,5 +1,5 @@
-"""What a process has allocated, counted by the allocators: unlike resident memory, what they keep
-for later is not in it, so that it is the same on a busy machine."""
+"""Counts of what a process has allocated, by its allocators: unlike resident memory, what they keep
+for later is left out, so that they are the same on a busy machine."""
 
 from __future__ import annotations
 
