@@ -336,7 +336,7 @@ class _Attempt:
                         check()
                     except RuntimeError as error:
                         # If all have joined meanwhile, the others go on to create the group. So
-                        # does this rank, and its next compared call raises.
+                        # does this rank; its next wait or compared call raises.
                         outcome = self._decide(self._left(error))
                         if not outcome.startswith(_ALL_JOINED):
                             raise

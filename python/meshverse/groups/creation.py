@@ -300,10 +300,16 @@ def _join(
             has_group=has_group,
         ).attempt
     except RanksDifferError:
+        calls.note_raised()
         raise
     except RuntimeError as error:
-        with contextlib.suppress(dist.DistError):  # the store failed; `error` says more
+        try:
             calls.check(store)  # if ranks disagree, that is why the others did not join
+        except RanksDifferError:
+            calls.note_raised()
+            raise
+        except dist.DistError:
+            pass  # the store failed; `error` says more
         raise type(error)(_could_not_create(group.request, ranks, world, error)) from None
     finally:
         group.have_all_joined = rendezvous.was_complete(group.name)
