@@ -37,8 +37,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World, WorldState
+from meshverse.run_store import RunStore
+from meshverse.world import World, WorldState
 
 _log = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ class _Calls:
         self.n_counted = 0  # of these, those that the store counts this rank as past
         self.n_universes = 0
         self.mismatch = ""  # the error message, once these ranks disagree
+        self.has_raised = False  # whether the program got that error
         self.why_stopped = ""  # the reason, once this rank compares no more calls
         self.has_logged_stop = False
 
@@ -136,6 +137,7 @@ class ComparedCalls(WorldState):
         for calls in self._by_ranks.values():
             if calls.mismatch:
                 calls.mismatch, calls.why_stopped = "", "the ranks disagreed before revive()"
+                calls.has_raised = False
 
     def keep(self, compared: Collection[str], n_universes: Mapping[str, int]) -> None:
         """Keep the counts of these sets of ranks and drop the others.
@@ -179,6 +181,7 @@ class ComparedCalls(WorldState):
         """
         calls = self._of(ranks)
         if calls.mismatch:
+            calls.has_raised = True
             raise RanksDifferError(calls.mismatch)
         if calls.why_stopped:
             self._log_stop(calls, warns)
@@ -219,13 +222,24 @@ class ComparedCalls(WorldState):
     def check(self, store: RunStore) -> None:
         """Raise RanksDifferError if another rank has found a mismatch.
 
+        If the error reaches the program, call `note_raised`. Until then, each check raises it: a
+        rank that goes on all the same, as all members of a group have joined, must not wait for the
+        next group's members, which may have raised.
+
         One store operation for each set of ranks with which this rank has compared a call.
         """
         for ranks, calls in dict(self._by_ranks).items():
-            if calls.n_compared == 0 or calls.mismatch:
+            if calls.n_compared == 0 or calls.has_raised:
                 continue
+            if calls.mismatch:
+                raise RanksDifferError(calls.mismatch)
             if both := store.read(_mismatch_key(ranks)):
-                raise self._error(ranks, both)
+                raise self._error(ranks, both, is_raised=False)
+
+    def note_raised(self) -> None:
+        """Note that the program gets the error which `check` raised."""
+        for calls in dict(self._by_ranks).values():
+            calls.has_raised = bool(calls.mismatch)
 
     def stop(self, ranks: str, why: str) -> None:
         """Compare no more calls of a set of ranks: this rank's call numbers may differ from theirs.
@@ -263,14 +277,15 @@ class ComparedCalls(WorldState):
         known = self._by_ranks.get(ranks)
         return known or self._by_ranks.setdefault(ranks, _Calls())
 
-    def _error(self, ranks: str, both: str) -> RanksDifferError:
+    def _error(self, ranks: str, both: str, *, is_raised: bool = True) -> RanksDifferError:
         descriptions = sorted(Description(*each) for each in json.loads(both))  # by rank
         lines = [f"  {line}" for line in _differences(descriptions)]
         who = [f"  rank {each.rank}: {each}" for each in descriptions]
         message = "\n".join(
             ["Ranks are building different meshes:", *lines, "Who builds what:", *who, _CURE]
         )
-        self._of(ranks).mismatch = message
+        calls = self._of(ranks)
+        calls.mismatch, calls.has_raised = message, is_raised
         return RanksDifferError(message)
 
 

@@ -30,9 +30,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshverse.run_store import RunStore
 from meshverse.wording import rank_list
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World, WorldState
+from meshverse.world import World, WorldState
 
 if TYPE_CHECKING:
     from .deadlock import Wait
@@ -336,7 +336,7 @@ class _Attempt:
                         check()
                     except RuntimeError as error:
                         # If all have joined meanwhile, the others go on to create the group. So
-                        # does this rank, and its next compared call raises.
+                        # does this rank; its next wait or compared call raises.
                         outcome = self._decide(self._left(error))
                         if not outcome.startswith(_ALL_JOINED):
                             raise
