@@ -85,11 +85,11 @@ def meet(folder: Path, attempt: str, domain: str | None, group: dist.ProcessGrou
     Args:
         folder: the folder.
         attempt: name that the ranks have agreed on.
-        domain: failure domain of this rank's host; None if each host is one.
+        domain: failure domain of this rank's host; None if each host is its own.
         group: the group.
 
     Raises:
-        ValueError: ranks of one host name different domains, or only some ranks name one.
+        ValueError: ranks of one host have different domains, or only some ranks have one.
     """
     rank, name = dist.get_rank(group), f"{socket.gethostname()}:{folder}"
     mark = folder / f".{attempt}.{rank}.here"
@@ -114,7 +114,7 @@ def _domains(hosts: list[list[int]], given: list[str | None]) -> list[str]:
         if given[first] != given[other]:
             raise ValueError(
                 f"ranks {first} and {other} share a folder, but have failure_domain="
-                f"{given[first]!r} and {given[other]!r}: pass the name of the host's"
+                f"{given[first]!r} and {given[other]!r}: pass the same one on all ranks of a host"
             )
     none = [ranks[0] for ranks in hosts if given[ranks[0]] is None]
     if none and len(none) < len(hosts):

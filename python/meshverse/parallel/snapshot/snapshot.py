@@ -39,8 +39,9 @@ class Snapshot:
         keep: number of steps in memory, at least 2. While a step is written, one fewer is whole.
         copies: 1 to also write each rank's files on another host, or 0. A state that is replicated
             over hosts, as by HSDP, needs none.
-        failure_domain: name of what may be lost together with this rank's host, such as its rack
-            or switch. Copies are then in another one. By default, each host is one by itself.
+        failure_domain: name of what this rank's host may be lost with, such as its rack or switch:
+            copies go to a host of another one. By default, each host is a failure domain of its
+            own.
         process_group: group that can send CPU tensors; the default group by default.
 
     Raises:
@@ -104,7 +105,7 @@ class Snapshot:
                 between ranks, such as a random number generator's, needs a key of its own on each.
 
         Raises:
-            ValueError: the step is not larger than the last one.
+            ValueError: the step is not larger than the last one; or see `load`.
             TypeError: a value is a shard, and no DTensor, as FSDP1's are.
             OSError: the folder's file system is full.
         """
@@ -181,6 +182,10 @@ class Snapshot:
             Number of the step, or None on all ranks, if there is none; nothing is loaded then. If a
             step is there in part, a warning says what is missing and on which hosts it was. The
             objects' `state_dict()` is called in any case.
+
+        Raises:
+            ValueError: `copies=1`, and all ranks share a host or a failure domain; ranks of one
+                host have different failure domains; or only some ranks have one.
         """
         self._begin()
         for begun in self.folder.glob(".*.snapshot"):
