@@ -13,7 +13,7 @@ import meshverse
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups.registry import GroupRegistry
-from meshverse.world.world import World
+from meshverse.world import World
 
 
 def _mesh(**settings: Any) -> DeviceMesh:
@@ -103,6 +103,7 @@ def test_a_call_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert held.tp is mesh.get_group("tp")
 
 
+@pytest.mark.long
 def test_nothing_grows() -> None:
     with fake_world(8, 5):
         kept = _mesh()

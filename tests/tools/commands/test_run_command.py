@@ -17,7 +17,7 @@ from helpers.worlds import FakeWorld
 from meshverse import init_device_mesh
 from meshverse.tools.commands.main import main
 from meshverse.tools.commands.process_setup import Setup, _Report
-from meshverse.world.world import World
+from meshverse.world import World
 
 _PRINTS_ITSELF = """
 import __main__, pickle, sys
