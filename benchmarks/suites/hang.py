@@ -24,7 +24,7 @@ from meshverse.hang.dumps import read_dumps
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.hang.watch import _WatchedWorld
-from meshverse.world.world import World
+from meshverse.world import World
 
 __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 

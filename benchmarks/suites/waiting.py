@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from harness import OURS, Check, Outcome, Run
 from meshverse.agreement import Rendezvous
-from meshverse.world.run_store import Run as GroupRun
-from meshverse.world.run_store import RunStore
+from meshverse.run_store import Run as GroupRun
+from meshverse.run_store import RunStore
 
 __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -85,14 +86,26 @@ Raises:
   module.def(
       "rank_group",
       [](const AxisLayout& axis, const RankMap::Ptr& rank_map, std::int64_t position,
-         const std::string& salt) {
+         const std::string& salt, bool ascending) {
         const RankGroups all(axis, rank_map);
         std::vector<std::int64_t> ranks = all.ranks_of(position);
+        if (ascending) std::sort(ranks.begin(), ranks.end());
         std::string fingerprint = all.fingerprint_of_ranks(ranks, salt).hex();
         return std::make_pair(std::move(ranks), std::move(fingerprint));
       },
-      "axis"_a, py::arg("rank_map").none(false), "position"_a, "salt"_a,
-      "``ranks_of(position)`` and ``fingerprint_of(position, salt)`` of these ``RankGroups``.");
+      "axis"_a, py::arg("rank_map").none(false), "position"_a, "salt"_a, "ascending"_a = false,
+      R"(Global ranks of the group of ``position``, and the hash of them, in order, and of ``salt``.
+
+All members compute the same hash, of 32 hex digits; groups with other ranks, another order of them
+or another salt have another one. O(group size).
+
+Args:
+    ascending: Sort the ranks, instead of keeping the order of the axis.
+
+Raises:
+    IndexError: ``position`` is outside the rank map.
+    ValueError: Copies of ``axis`` do not tile the positions of ``rank_map``.
+)");
   set_new(
       groups,
       [](const py::object&, const AxisLayout& axis, const RankMap::Ptr& rank_map) {

@@ -114,7 +114,7 @@ class RankGroups:
     def all(self) -> RankArray: ...
 
 def rank_group(
-    axis: AxisLayout, rank_map: RankMap, position: int, salt: str
+    axis: AxisLayout, rank_map: RankMap, position: int, salt: str, ascending: bool = False
 ) -> tuple[list[int], str]: ...
 
 @final

@@ -35,7 +35,7 @@ from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.locks import Claim
 from meshverse.options.group_options import check_timeout
 from meshverse.wording import rank_ranges
-from meshverse.world.world import World
+from meshverse.world import World
 
 _SHOWN = 8  # missing ranks that an error names at most
 _LOOKS_A_SECOND = 10_000  # most looks into the store of all waiting processes together

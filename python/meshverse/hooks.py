@@ -18,10 +18,10 @@ from __future__ import annotations
 from .agreement import Rendezvous
 from .groups.request import GroupRequest
 from .options.group_options import check_timeout
+from .run_store import RunStore
 from .universe.find_group import find_group_optional, finest_coordinate
 from .universe.registry import WorldUniverses, universes_here
-from .world.run_store import RunStore
-from .world.world import World, WorldState, on_world_started
+from .world import World, WorldState, on_world_started
 
 __all__ = [
     "GroupRequest",

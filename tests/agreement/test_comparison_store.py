@@ -15,7 +15,7 @@ from meshverse import (
     init_device_mesh,
 )
 from meshverse._torch_compat.backends import creation_blocks
-from meshverse.world.world import World
+from meshverse.world import World
 
 
 def _count_store_operations() -> list[int]:

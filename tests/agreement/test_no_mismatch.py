@@ -20,7 +20,7 @@ from meshverse import (
     load_mesh,
     save_mesh,
 )
-from meshverse.world.world import World
+from meshverse.world import World
 
 
 def _histories_of_their_own() -> list[int]:

@@ -16,7 +16,7 @@ from helpers.crew import Crew
 from helpers.turns import wait_until, wait_until_they_wait
 from meshverse.agreement import Rendezvous
 from meshverse.agreement.deadlock import Wait, note_key, read_wait
-from meshverse.world.run_store import Run, RunStore
+from meshverse.run_store import Run, RunStore
 
 _LONG = timedelta(seconds=60)
 _SHORT = timedelta(seconds=0.3)  # short-timeout: it must elapse

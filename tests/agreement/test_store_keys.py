@@ -12,7 +12,7 @@ from helpers.crew import Crew
 from helpers.turns import wait_until_they_wait
 from meshverse import DeviceMesh, RanksDifferError, init_device_mesh
 from meshverse.universe.groups import share_world_wide
-from meshverse.world.world import World
+from meshverse.world import World
 
 _AXES = ("dp", "tp")
 

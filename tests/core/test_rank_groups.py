@@ -169,6 +169,11 @@ def test_every_rank_finds_its_own_group_by_itself(axis_and_ranks):
         assert mine[groups.coordinate(position)] == rank
         both = rank_group(axis, groups.rank_map, position, "salt")
         assert both == (mine, groups.fingerprint_of(position, "salt"))
+        ascending = sorted(mine)
+        in_order = RankGroups(AxisLayout(len(mine)), RankMap.from_ranks(ascending))
+        assert rank_group(axis, groups.rank_map, position, "salt", ascending=True) == (
+            *(ascending, in_order.fingerprint_of(0, "salt")),
+        )
 
 
 def test_a_million_ranks_cost_one_rank_nothing():

@@ -35,11 +35,15 @@ def _code(notebook: Any) -> list[Any]:
 
 def _outputs(cell: Any) -> list[tuple[str, str]]:
     """Kind and text of each output of a cell."""
-    found = []
+    found: list[tuple[str, str]] = []
     for output in cell.outputs:
         if output.output_type == "stream":
             # Any of the ranks that agree can be the one that rank 3 is compared with.
-            found.append((output.name, re.sub(r"rank [0-2]\b", "rank N", output.text)))
+            text = re.sub(r"rank [0-2]\b", "rank N", output.text)
+            # The kernel sends what is printed in one message or several, by its timer.
+            if found and found[-1][0] == output.name:
+                text = found.pop()[1] + text
+            found.append((output.name, text))
         elif output.output_type == "error":
             found.append(("error", output.evalue))
         else:

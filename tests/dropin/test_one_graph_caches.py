@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from helpers.compiling import COMPILES
 from helpers.crew import Crew
 from helpers.one_graph import compiled_on_one_rank, needs_one_graph
+from helpers.tiers import in_tiers
 from helpers.training import TOLERANCE, batch, make_model, tensor_parallel
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
@@ -152,7 +153,7 @@ def _run_from(
 _FOUND, _NOT_FOUND = Counted(2, 0), Counted(0, 2)  # each of the two caches counts a graph
 
 
-@pytest.mark.parametrize("name", _DTENSORS)
+@pytest.mark.parametrize("name", in_tiers(_DTENSORS, list(_DTENSORS)[:1], []))
 def test_four_ranks_run_what_one_compiled(crew: Crew, name: str, tmp_path: Path) -> None:
     artifacts = _compiled_ahead(lambda: _run(name, _mesh()))
     answers = crew.run(_run_from, 4, artifacts, name, True, str(tmp_path), timeout=500)

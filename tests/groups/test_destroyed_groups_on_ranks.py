@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from helpers.crew import Crew
 from meshverse import init_device_mesh
-from meshverse.world.world import World
+from meshverse.world import World
 
 _WHOLE = torch.arange(24.0).reshape(6, 4)
 

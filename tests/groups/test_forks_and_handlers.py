@@ -26,7 +26,7 @@ from meshverse.universe import groups as universe_groups
 from meshverse.universe.meshes import UniverseMeshes
 from meshverse.universe.registry import WorldUniverses
 from meshverse.universe.universe import Universe
-from meshverse.world.world import World
+from meshverse.world import World
 
 _NAMES = ("dp", "tp")
 

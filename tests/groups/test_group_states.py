@@ -18,7 +18,7 @@ from meshverse._torch_compat.suspension import resume, suspend
 from meshverse.groups.creation import create_by_members
 from meshverse.groups.group import Group, State
 from meshverse.groups.registry import GroupRegistry
-from meshverse.world.world import World
+from meshverse.world import World
 
 in_a_world = in_worlds((8, 5))
 

@@ -24,7 +24,7 @@ from meshverse._torch_compat.creation import create_by_members
 from meshverse._torch_compat.groups import end_group
 from meshverse.device_mesh import logged_once
 from meshverse.universe.registry import universes_here
-from meshverse.world.world import World
+from meshverse.world import World
 
 
 def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2), seconds: float = 6) -> DeviceMesh:

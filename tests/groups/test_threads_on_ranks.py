@@ -19,7 +19,7 @@ from helpers.lock_order import MAKES_GROUP, STATE_LOCK, recorded
 from helpers.turns import wait_until
 from helpers.worlds import group_names
 from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
-from meshverse.world.world import World
+from meshverse.world import World
 
 _AXES = ("dp", "tp")
 

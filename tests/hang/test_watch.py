@@ -25,8 +25,8 @@ from helpers.worlds import fake_world
 from meshverse.hang.live import Alarm
 from meshverse.hang.records import Call, GroupSeen, RankRecord
 from meshverse.hang.watch import _WatchedWorld, watch_by_environment
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World
+from meshverse.run_store import RunStore
+from meshverse.world import World
 
 _NAME = "meshverse watch"
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from meshverse.agreement.deadlock import note_key
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World
+from meshverse.run_store import RunStore
+from meshverse.world import World
 
 _SECONDS = 60.0
 

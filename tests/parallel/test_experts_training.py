@@ -131,7 +131,7 @@ _CASES = {f"{name}, {kind}": (name, kind) for name in MESHES for kind in ("sgd",
 _SHORT = ("ep 2, adam", "ep 2 x 2 shards, sgd", "ep 2 x tp 2, adam")
 
 
-@pytest.mark.parametrize("case", in_tiers(_CASES, short=_SHORT))
+@pytest.mark.parametrize("case", in_tiers(_CASES, _SHORT, [*_CASES][::2]))
 def test_training_equals_one_process(crew: Crew, case: str) -> None:
     name, kind = _CASES[case]
     ranks, sizes = MESHES[name]
@@ -283,13 +283,12 @@ def train_with_sleeps(
 @pytest.mark.parametrize(
     ("name", "compiles", "n_sleeps"),
     [
-        ("ep 2 x tp 2", False, 2),
-        ("ep 2 x tp 2", True, 2),
+        pytest.param("ep 2 x tp 2", False, 2, marks=pytest.mark.sweep),
+        pytest.param("ep 2 x tp 2", True, 2, marks=pytest.mark.long),
         pytest.param("ep 2 x 2 replicas x 2 shards", False, 20, marks=pytest.mark.sweep),
         pytest.param("ep 2 x tp 2", True, 20, marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_training_goes_on_after_all_groups_have_ended(
     crew: Crew, tmp_path: Path, name: str, compiles: bool, n_sleeps: int

@@ -155,7 +155,9 @@ _COMPILED = list(product([False, True], SHAPES, ["aot_eager", "inductor"]))
 _COMPILED_SHORT = [(False, SHAPES[1], "aot_eager")]
 
 
-@pytest.mark.parametrize(("bias", "shape", "backend"), in_tiers(_COMPILED, _COMPILED_SHORT))
+@pytest.mark.parametrize(
+    ("bias", "shape", "backend"), in_tiers(_COMPILED, _COMPILED_SHORT, _COMPILED[::5])
+)
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.usefixtures("nothing_compiled")
 def test_a_change_after_a_compiled_layer(bias: bool, shape: tuple[int, ...], backend: str) -> None:

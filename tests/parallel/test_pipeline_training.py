@@ -151,7 +151,7 @@ _SHORT = ("pp 4, tied", "pp 2 x dp 2", "pp 2 of 2 x tp 2, tied")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", in_tiers(CASES, short=_SHORT))
+@pytest.mark.parametrize("name", in_tiers(CASES, _SHORT, [*CASES][::2]))
 def test_a_pipeline_trains_as_one_process_does(crew: Crew, name: str) -> None:
     ranks, sizes, keywords = CASES[name]
     for errors in crew.run(compare_case, ranks, sizes, keywords, timeout=300):
@@ -193,8 +193,8 @@ def _undisturbed_and_slept(folder: str, virtual: int) -> list[list[Any]]:
     return [_with_sleeps(folder, n_sleeps, virtual) for n_sleeps in (0, 3)]
 
 
+@pytest.mark.parametrize("virtual", in_tiers([1, 2], [2], []))
 @pytest.mark.long
-@pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_a_compiled_pipeline_goes_on_after_all_groups_have_ended(
     crew: Crew, tmp_path: Path, virtual: int

@@ -161,8 +161,8 @@ def _random_moves(first: int, last: int) -> int:
     [
         (4, (0, 25)),
         pytest.param(4, (25, 100), marks=pytest.mark.long),
-        pytest.param(8, (0, 25), marks=pytest.mark.long),
-        pytest.param(8, (25, 100), marks=pytest.mark.sweep),
+        pytest.param(8, (0, 10), marks=pytest.mark.long),
+        pytest.param(8, (10, 100), marks=pytest.mark.sweep),
     ],
 )
 def test_random_moves(crew: Crew, world: int, seeds: tuple[int, int]) -> None:

@@ -116,7 +116,7 @@ _SHORT = ("shards-gemma2", "tp x dp-qwen3", "cp x dp-llama")
 
 
 @needs_transformers
-@pytest.mark.parametrize("case", in_tiers(_CASES, short=_SHORT, long=[*_CASES][::4]))
+@pytest.mark.parametrize("case", in_tiers(_CASES, short=_SHORT, long=[*_CASES][::7]))
 def test_shapes_equal_one_process(crew, case) -> None:
     ranks, sizes, family = _CASES[case]
     results = crew.run(_train_sharded, ranks, family, sizes, {}, timeout=_SECONDS)
@@ -146,7 +146,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 @needs_transformers
 @pytest.mark.parametrize("name", _SETTINGS)
 @pytest.mark.parametrize(
-    ("ranks", "sizes"), [(2, {}), pytest.param(4, {"tp_size": 2}, marks=pytest.mark.long)]
+    ("ranks", "sizes"), [(2, {}), pytest.param(4, {"tp_size": 2}, marks=pytest.mark.sweep)]
 )
 def test_settings_change_no_result(crew, name, ranks, sizes) -> None:
     results = crew.run(_train_sharded, ranks, "llama", sizes, _SETTINGS[name], timeout=_SECONDS)
@@ -209,14 +209,15 @@ def _train_in_default_precision() -> Any:
     return dtypes, losses, full(logits.detach()).float()
 
 
-@pytest.mark.long
 @needs_transformers
 @pytest.mark.parametrize(
     ("family", "sizes", "changed"),
     [
-        ("llama", {}, {}),
-        ("llama", {"tp_size": 2}, {"activation_checkpointing": "full"}),
-        ("qwen3", {"tp_size": 2}, {}),
+        pytest.param("llama", {}, {}, marks=pytest.mark.sweep),
+        pytest.param(
+            *("llama", {"tp_size": 2}, {"activation_checkpointing": "full"}), marks=pytest.mark.long
+        ),
+        pytest.param("qwen3", {"tp_size": 2}, {}, marks=pytest.mark.sweep),
     ],
 )
 def test_compiled_layers_train_alike(crew, kernels, family, sizes, changed) -> None:

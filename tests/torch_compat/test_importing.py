@@ -56,7 +56,7 @@ import meshverse
 print([name for name in costly if name in sys.modules])
 ours = [name for name in sys.modules if name.partition(".")[0] == "meshverse"]
 extras = [name for name in ours if name.split(".")[1:2] in (["hang"], ["parallel"], ["tools"])]
-print(len(ours) <= 47, extras)  # as few as a reader of the core has to know
+print(len(ours) <= 45, extras)  # as few as a reader of the core has to know
 print(meshverse.tools.planner.plan.__name__, meshverse.tools.doctor.examine.__name__)
 print(meshverse.parallel.__name__, hasattr(meshverse, "parallels"))
 """

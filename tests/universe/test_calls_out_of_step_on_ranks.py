@@ -18,7 +18,7 @@ from helpers.crew import Crew
 from helpers.sleeping import sleep
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups import creation
-from meshverse.world.run_store import RunStore
+from meshverse.run_store import RunStore
 
 _AXES = ("dp", "tp")
 

@@ -19,7 +19,7 @@ from meshverse.groups.group import Group
 from meshverse.universe import groups as universe_groups
 from meshverse.universe.registry import WorldUniverses, find_universe
 from meshverse.universe.universe import Universe
-from meshverse.world.world import World
+from meshverse.world import World
 
 _THREADS = 8
 _ROUNDS = 20

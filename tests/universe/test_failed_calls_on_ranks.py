@@ -18,7 +18,7 @@ from helpers.crew import Crew
 from helpers.worlds import group_names
 from meshverse import init_device_mesh, isolate
 from meshverse.groups.registry import GroupRegistry
-from meshverse.world.world import World
+from meshverse.world import World
 
 _SHORT = timedelta(seconds=0.2)  # short-timeout: it must elapse
 _AXES = ("dp", "tp")

@@ -22,7 +22,8 @@ from meshverse import (
     load_mesh,
     save_mesh,
 )
-from meshverse.world.world import World
+from meshverse._torch_compat.backends import Creation
+from meshverse.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 
@@ -102,7 +103,9 @@ def test_a_part_has_the_timeout_of_the_whole_unless_it_says_another() -> None:
 
 def test_groups_that_all_ranks_make_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks that are not in the group take part in making it: none of them may sit it out.
-    monkeypatch.setattr(World, "all_ranks_reason", lambda self, backend: "so says a test")
+    monkeypatch.setattr(
+        World, "creation", lambda self, backend: Creation(False, "so says a test", False)
+    )
     job = _job()
     with groups_created(1):
         part = _part(job)

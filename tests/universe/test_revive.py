@@ -13,7 +13,7 @@ import meshverse
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups.registry import GroupRegistry
-from meshverse.world.world import World
+from meshverse.world import World
 
 
 def _mesh(**settings: Any) -> DeviceMesh:

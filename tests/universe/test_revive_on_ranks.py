@@ -153,6 +153,7 @@ def _beside_other_threads(folder: str) -> list[str]:
             while not is_over.is_set():
                 kept = [(number, {"of": [number]}) for number in range(1000)]
                 assert sum(len(each["of"]) for _, each in kept) == 1000
+                is_over.wait(0.001)  # short-timeout: a pause, as other threads need the cores
         except Exception as error:  # noqa: BLE001
             errors.append(repr(error))
 

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh as stock_init_device_
 import meshverse
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, init_device_mesh, isolate
-from meshverse.world.world import World
+from meshverse._torch_compat.backends import Creation
+from meshverse.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 
@@ -135,7 +136,9 @@ def test_a_universe_is_for_its_own_ranks() -> None:
 class TestWorldWideWithOthers:
     def test_groups_that_all_ranks_make_are_not_shared(self, monkeypatch) -> None:
         # Ranks that are not in the group take part in making it: none of them may sit it out.
-        monkeypatch.setattr(World, "all_ranks_reason", lambda self, backend: "so says a test")
+        monkeypatch.setattr(
+            World, "creation", lambda self, backend: Creation(False, "so says a test", False)
+        )
         mesh = _mesh()
         with groups_created(1):
             part = DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("part",))

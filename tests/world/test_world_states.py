@@ -10,7 +10,7 @@ from meshverse.agreement import ComparedCalls
 from meshverse.groups.group import State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.universe.registry import WorldUniverses
-from meshverse.world.world import World, WorldState
+from meshverse.world import World, WorldState
 from worlds import start_fake_world
 
 

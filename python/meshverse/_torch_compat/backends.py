@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,30 @@ _SPLITS_WITH_OWN_OPTIONS = hasattr(c10d_core.Backend, "split")
 _SPLITS_SAME_ONLY = "requested_backend" in inspect.signature(c10d._get_split_source).parameters
 # 2.15 and newer give torchcomms the rank and the size of a group, so its members can create it.
 _TORCHCOMMS_BY_MEMBERS = hasattr(c10d, "_create_torchcomms_backend")
+
+
+class Creation(NamedTuple):
+    """How groups of a backend are created.
+
+    Attributes:
+        splits: whether they are split off the default group.
+        all_ranks_reason: why all ranks must create them together, if they are not split off; None
+            if the members of a group can create it alone.
+        blocks: whether creating a group may block until all its members call.
+    """
+
+    splits: bool
+    all_ranks_reason: str | None
+    blocks: bool
+
+
+def creation_of(default_group: ProcessGroup, backend: str) -> Creation:
+    """Return how groups of this backend are created beside this default group."""
+    return Creation(
+        can_split(default_group, backend),
+        all_ranks_reason(default_group, backend),
+        creation_blocks(backend),
+    )
 
 
 def bound_to_device(group: ProcessGroup) -> bool:

@@ -37,8 +37,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World, WorldState
+from meshverse.run_store import RunStore
+from meshverse.world import World, WorldState
 
 _log = logging.getLogger(__name__)
 

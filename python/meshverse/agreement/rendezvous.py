@@ -30,9 +30,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshverse.run_store import RunStore
 from meshverse.wording import rank_list
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World, WorldState
+from meshverse.world import World, WorldState
 
 if TYPE_CHECKING:
     from .deadlock import Wait

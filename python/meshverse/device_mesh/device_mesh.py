@@ -80,7 +80,7 @@ from meshverse.options.isolation import (
 from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
 from meshverse.wording import did_you_mean
-from meshverse.world.world import World
+from meshverse.world import World
 
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
 from .group_names import DeferredGroupNames, GroupNames, NoGroupNames, prepare_for_graph

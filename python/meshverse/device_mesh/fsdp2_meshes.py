@@ -24,7 +24,7 @@ from meshverse._torch_compat.tracing import base_of
 from meshverse.locks import state_lock
 from meshverse.universe.groups import shares_world_wide
 from meshverse.universe.universe import Universe
-from meshverse.world.world import World, WorldState
+from meshverse.world import World, WorldState
 
 if TYPE_CHECKING:
     from .device_mesh import DeviceMesh

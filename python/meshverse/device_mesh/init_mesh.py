@@ -30,7 +30,7 @@ from meshverse.options.group_options import (
 )
 from meshverse.options.isolation import current_tag, normalize_tags
 from meshverse.universe.universe import Universe
-from meshverse.world.world import World
+from meshverse.world import World
 
 from .device_mesh import DeviceMesh
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from meshverse._core import AxisLayout
 from meshverse.locks import Claim, state_lock
 from meshverse.universe.universe import Universe
-from meshverse.world.world import WorldState
+from meshverse.world import WorldState
 
 if TYPE_CHECKING:
     from .device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ from meshverse._core import Layout
 from meshverse.layouts.user_input import fill_rest, has_rest, read_rank_map, read_shape
 from meshverse.universe.universe import Universe, ranks_outside
 from meshverse.wording import did_you_mean
-from meshverse.world.world import World
+from meshverse.world import World
 
 from .device_mesh import DeviceMesh
 from .init_mesh import MeshPart, check_universe, plan_mesh

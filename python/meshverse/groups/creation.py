@@ -33,9 +33,9 @@ from meshverse._torch_compat.groups import end_group, find_group
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous
 from meshverse.locks import Claim
+from meshverse.run_store import RunStore
 from meshverse.wording import rank_list
-from meshverse.world.run_store import RunStore
-from meshverse.world.world import World
+from meshverse.world import World
 
 from .group import Group, Origin
 from .registry import GroupRegistry
@@ -56,9 +56,10 @@ def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
         and not needs_own_world_group(world.default_group)
     ):
         return Origin.DEFAULT_GROUP, None
-    if world.can_split(options.backend) and not request.preserve_rank_order:
+    creation = world.creation(options.backend)
+    if creation.splits and not request.preserve_rank_order:
         return Origin.SPLIT, None
-    reason = world.all_ranks_reason(options.backend)
+    reason = creation.all_ranks_reason
     return Origin.BY_ALL if reason else Origin.BY_MEMBERS, reason
 
 
@@ -263,7 +264,7 @@ def _could_not_create(
 
 def _store_for_rendezvous(request: GroupRequest, ranks: list[int], world: World) -> RunStore | None:
     """Return the store in which the members have a rendezvous, or None; see `_join`."""
-    waits = len(ranks) > 1 and world.creation_blocks(request.options.backend)
+    waits = len(ranks) > 1 and world.creation(request.options.backend).blocks
     return world.run_store if waits else None
 
 

@@ -11,7 +11,7 @@ from meshverse._torch_compat.backends import creation_blocks
 from meshverse._torch_compat.groups import current_default_group
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.locks import state_lock
-from meshverse.world.world import World, WorldState
+from meshverse.world import World, WorldState
 
 from .group import Group, GroupRef, State
 from .request import GroupRequest

@@ -7,8 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
-from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap
-from meshverse.layouts.identity import ranks_and_identity
+from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap, rank_group
 from meshverse.layouts.rank_views import ascends
 from meshverse.options.group_options import (
     NO_DEFAULTS,
@@ -17,7 +16,7 @@ from meshverse.options.group_options import (
     GroupOptions,
     Override,
 )
-from meshverse.world.world import World
+from meshverse.world import World
 
 
 class GroupRequest(NamedTuple):
@@ -77,14 +76,8 @@ class GroupRequest(NamedTuple):
         their timeout, get the same digest. Timeouts are left out as each rank may set its own.
         """
         assert self.position is not None
-        salt = self.options.name_digest
-        return ranks_and_identity(
-            self.axis,
-            self.rank_map,
-            self.position,
-            salt,
-            preserve_rank_order=self.preserve_rank_order,
-        )
+        salt, ascending = self.options.name_digest, not self.preserve_rank_order
+        return rank_group(self.axis, self.rank_map, self.position, salt, ascending)
 
 
 class RequestBuilder:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse.layouts.identity import ranks_and_identity
+from meshverse._core import AxisLayout, Layout, RankMap, rank_group
 from meshverse.wording import rank_ranges
 
 from .records import (
@@ -137,13 +136,9 @@ class MeshNames:
             if groups.writers_name == name and rank in groups.writers_ranks:
                 self._known[name] = seen
                 return
-            for preserve_rank_order in (False, True):
-                ranks, identity = ranks_and_identity(
-                    groups.layout,
-                    self._rank_map,
-                    position,
-                    groups.salt,
-                    preserve_rank_order=preserve_rank_order,
+            for ascending in (True, False):
+                ranks, identity = rank_group(
+                    groups.layout, self._rank_map, position, groups.salt, ascending
                 )
                 if name.startswith(f"meshverse-{identity}-"):
                     self._known[name] = seen._replace(ranks=ranks)

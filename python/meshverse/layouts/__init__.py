@@ -2,7 +2,6 @@
 
 - `user_input`: reads and checks the ranks, shapes and names that users pass.
 - `derivation`: `MeshDescription`, a mesh without process groups; descriptions of derived meshes.
-- `identity`: ranks of a group, and the digest that its name has; without torch, for `hang`.
 - `rank_views`: the tensor and the tuple of all ranks, created when torch first reads them.
 - `computed`: attributes that are computed when they are first read.
 

@@ -25,7 +25,7 @@ from meshverse.device_mesh.group_names import NoGroupNames
 from meshverse.layouts.user_input import as_rank_tensor, rank_map_of
 from meshverse.universe.registry import universes_over
 from meshverse.universe.universe import Universe
-from meshverse.world.world import World
+from meshverse.world import World
 
 from .pickles import load_saved, mesh_fields
 from .state import SavedState, read_state

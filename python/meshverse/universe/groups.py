@@ -37,7 +37,7 @@ from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest, RequestBuilder
 from meshverse.options.group_options import Defaults, GroupOptions, Override
 from meshverse.wording import rank_list
-from meshverse.world.world import World
+from meshverse.world import World
 
 from .registry import WorldUniverses
 
@@ -358,8 +358,8 @@ class UniverseGroups:
     def need_all_ranks(self, override: Override) -> bool:
         """Return whether all ranks of the world must create groups with these options together."""
         backend = self._builder.over_whole_universe("", override, None, "").options.backend
-        world = self._world
-        return world.can_split(backend) or world.all_ranks_reason(backend) is not None
+        creation = self._world.creation(backend)
+        return creation.splits or creation.all_ranks_reason is not None
 
     def over_whole_universe(
         self, name: str, override: Override, timeout: timedelta | None, tag: str, *, call: str

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from meshverse._core import AxisLayout, RankMap
 from meshverse.locks import WeakRegistry, state_lock
-from meshverse.world.world import World, WorldState
+from meshverse.world import World, WorldState
 
 if TYPE_CHECKING:
     from .groups import UniverseGroups

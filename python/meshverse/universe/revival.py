@@ -25,7 +25,7 @@ from meshverse.groups.creation import create_by_all, create_by_members, how
 from meshverse.groups.group import Group, GroupRef, Origin, State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.wording import rank_list
-from meshverse.world.world import World
+from meshverse.world import World
 
 from .registry import universes_not_ended
 from .universe import Universe

@@ -19,7 +19,7 @@ from meshverse.layouts.user_input import ArrayLike, TopologyLike, read_rank_map
 from meshverse.locks import state_lock
 from meshverse.options.group_options import Defaults
 from meshverse.wording import rank_list
-from meshverse.world.world import World
+from meshverse.world import World
 
 from .groups import UniverseGroups
 from .meshes import UniverseMeshes

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  # the bac
 from helpers.crew import Crew
 from meshverse import Topology, init_device_mesh
 from meshverse.tools.topology import detection
-from meshverse.world.world import World
+from meshverse.world import World
 
 _SHORT = timedelta(seconds=1)  # short-timeout: it must elapse
 

@@ -163,7 +163,7 @@ _CASES = dict(_cases())
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "case", in_tiers(_CASES, ["a, b, b, a: {'shards': 2, 'tp': 2}"], [*_CASES][::4])
+    "case", in_tiers(_CASES, ["a, b, b, a: {'shards': 2, 'tp': 2}"], [*_CASES][::9])
 )
 def test_values_are_right_in_the_order_of_a_topology(crew: Crew, tmp_path: Path, case: str) -> None:
     topology, shape, names = _CASES[case]

@@ -1,4 +1,12 @@
-"""A world: the lifetime of one default process group, from `init_process_group` to its end."""
+"""A world: the lifetime of one default process group, from `init_process_group` to its end.
+
+`World.state` gives each subpackage an object of its own for each world, so that no state carries
+over to the next world by accident, and none depends on the state of another subpackage.
+
+Example: a program calls `destroy_process_group()`, then `init_process_group()` again. So it has two
+worlds, one after the other. A mesh of the first world refuses to create groups in the second,
+unless `meshverse.revive()` is called: then the first world goes on, with the new default group.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from meshverse._torch_compat.backends import all_ranks_reason as why_backend_needs_all_ranks
-from meshverse._torch_compat.backends import can_split as backend_can_split
-from meshverse._torch_compat.backends import creation_blocks as backend_creation_blocks
+from meshverse._torch_compat.backends import Creation, creation_of
 from meshverse._torch_compat.groups import (
     can_be_reconfigured,
     clone_store,
@@ -101,9 +107,7 @@ class World:
         self.may_change = can_be_reconfigured(default_group)
         self.run = Run(self.rank, self.size)
         self._clones = threading.local()  # further connections to the store, one per thread
-        self._can_split: dict[str, bool] = {}
-        self._why_all_ranks: dict[str, str | None] = {}
-        self._blocks: dict[str, bool] = {}
+        self._creations: dict[str, Creation] = {}
         self.axes_of_default_group: dict[str, None] = {}
         self._was_passed = False  # to `destroy_process_group(group)`, which ended this world
         self._device_types_set_up: set[str] = set()
@@ -298,23 +302,12 @@ class World:
         """Options of a group for which nothing is overridden."""
         return GroupOptions.resolve(NO_OVERRIDE, self.default_group)
 
-    def can_split(self, backend: str) -> bool:
-        """Return whether groups of this backend are split off the default group. Computed once."""
-        if backend not in self._can_split:
-            self._can_split[backend] = backend_can_split(self.default_group, backend)
-        return self._can_split[backend]
-
-    def all_ranks_reason(self, backend: str) -> str | None:
-        """Return why all ranks must create a group of this backend, or None. Computed once."""
-        if backend not in self._why_all_ranks:
-            self._why_all_ranks[backend] = why_backend_needs_all_ranks(self.default_group, backend)
-        return self._why_all_ranks[backend]
-
-    def creation_blocks(self, backend: str) -> bool:
-        """Return whether creating a group of this backend waits for its members. Computed once."""
-        if backend not in self._blocks:
-            self._blocks[backend] = backend_creation_blocks(backend)
-        return self._blocks[backend]
+    def creation(self, backend: str) -> Creation:
+        """Return how groups of this backend are created. Computed once."""
+        known = self._creations.get(backend)
+        if known is None:
+            known = self._creations[backend] = creation_of(self.default_group, backend)
+        return known
 
     def set_up_device(self, mesh: StockDeviceMesh, device_type: str) -> None:
         """Choose this rank's device as torch does, once per device type."""
