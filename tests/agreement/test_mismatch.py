@@ -186,7 +186,7 @@ def _differences(message: str) -> list[str]:
 
 
 def _descriptions(message: str) -> list[tuple[int, str]]:
-    """What each rank built."""
+    """Each rank that the error names, with its mesh."""
     found = re.findall(r"^  rank (\d): (.*\n    .*)$", message, re.MULTILINE)
     return [(int(rank), text) for rank, text in found]
 
