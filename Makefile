@@ -35,6 +35,10 @@ help: ## list the targets
 PYTEST_ARGS := -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 PYTEST := $(VENV)/bin/python $(PYTEST_ARGS)
 
+# Every worker and rank imports the tests' modules: the first one keeps what it compiles for the
+# others, also where the environment says that Python shall keep nothing.
+test test-all test-long: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel, in minutes
 	$(PYTEST) $(ARGS)
 

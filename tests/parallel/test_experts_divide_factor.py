@@ -90,9 +90,7 @@ _CASES = [(mesh, kind, factor) for mesh in MESHES for kind in KINDS for factor i
 _SHORT = [
     ("ep 2", "float64", 1.0),
     ("ep 2 x 2 shards", "float32", None),
-    ("ep 2 x 2 shards", "float32", 1.0),
     ("ep 2, tp 2", "float64", 1.0),
-    ("ep 2, 2 replicas", "float16 sums", None),
 ]
 
 

@@ -64,10 +64,8 @@ _CASES = [
     ("qwen3_moe", "ep 2 x tp 2", True),
 ]
 _SHORT = [
-    ("llama", "tp 2 x fsdp 2", True),
     ("llama", "pp 2 x tp 2", True),
     ("mixtral", "ep 2 x tp 2", False),
-    ("gpt_oss", "ep 4", False),
 ]
 
 
@@ -86,12 +84,12 @@ def _first_round_trip(family: str, folder: str) -> str:
 _LONG_FAMILIES = {"deepseek_v3", "gemma3n_text", "gpt_oss", "gptj", "phimoe"} & {*families()}
 
 
-@pytest.mark.parametrize("family", in_tiers(families(), ["gemma3_text", "phi3"], _LONG_FAMILIES))
+@pytest.mark.parametrize("family", in_tiers(families(), ["phi3"], _LONG_FAMILIES))
 def test_every_family_makes_a_round_trip(crew: Crew, tmp_path: Path, family: str) -> None:
     assert crew.run(_first_round_trip, 4, family, str(tmp_path), timeout=600) == [""] * 4
 
 
-@pytest.mark.parametrize(("family", "arrangement", "tied"), in_tiers(_CASES, _SHORT))
+@pytest.mark.parametrize(("family", "arrangement", "tied"), in_tiers(_CASES, _SHORT, _CASES[::3]))
 def test_a_checkpoint_makes_a_round_trip_bit_by_bit(
     crew: Crew, tmp_path: Path, family: str, arrangement: str, tied: bool
 ) -> None:

@@ -128,6 +128,7 @@ def _kinds() -> None:
             assert _bits(empty) == _bits(whole.to(after)), (before, after, placement)
 
 
+@pytest.mark.long
 def test_kinds_of_tensors(crew: Crew) -> None:
     crew.run(_kinds, 2)
 

@@ -112,7 +112,7 @@ _CASES = {
     for family in FAMILIES
 }
 # Each family once.
-_SHORT = ("shards-gemma2", "tp x dp-qwen3", "cp x dp-llama")
+_SHORT = ("tp x dp-qwen3", "cp x dp-llama")
 
 
 @needs_transformers

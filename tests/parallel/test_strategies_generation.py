@@ -128,7 +128,6 @@ _CASES = [
 
 
 _SHORT = [
-    ("llama", "tp", "by tokens"),
     ("qwen3", "tp", "split in training"),
 ]
 
@@ -183,6 +182,7 @@ def piped(sizes: dict[str, int]) -> tuple[Any, Any]:
     return seen, expected
 
 
+@pytest.mark.long
 def test_of_a_pipeline_of_transformers(crew: Crew) -> None:
     for seen, expected in crew.run(piped, 4, {"tp_size": 2}):
         assert seen == expected

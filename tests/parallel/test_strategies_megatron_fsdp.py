@@ -139,7 +139,7 @@ def _train(model: nn.Module, optimizer: Any, shares: int = 1, mine: int = 0) -> 
 
 
 @needs_package
-@pytest.mark.parametrize("stage", in_tiers([0, 1, 2, 3, "optim_grads_params"], short=[1, 3]))
+@pytest.mark.parametrize("stage", in_tiers([0, 1, 2, 3, "optim_grads_params"], short=[3]))
 def test_training_equals_one_process(crew, stage) -> None:
     alone = Model()
     expected = _train(alone, _optimizer(alone))

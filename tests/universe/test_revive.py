@@ -103,6 +103,7 @@ def test_a_call_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert held.tp is mesh.get_group("tp")
 
 
+@pytest.mark.long
 def test_nothing_grows() -> None:
     with fake_world(8, 5):
         kept = _mesh()
