@@ -70,7 +70,7 @@ docs: $(VENV)/.wheel $(VENV)/.docs ## build the documentation site into build/do
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html -d build/doctrees docs build/docs $(ARGS)
 	@echo 'Open build/docs/index.html'
 
-bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch; ARGS=--quick for a short form
+bench: $(VENV)/.wheel $(VENV)/.bench ## measure against stock torch, an hour on two cores; ARGS=--quick for a short form, a quarter of one or more
 	$(VENV)/bin/python benchmarks/run.py $(ARGS)
 
 lint: $(TOOLS)/.tools ## check style, format, imports, words and tests of Python, style and format of C++

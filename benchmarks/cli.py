@@ -55,7 +55,8 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small scales, to see that everything works; took over 15 minutes on two busy cores",
+        help="small scales, to see that everything works; took over 15 minutes on two busy cores, "
+        "not timed on idle ones",
     )
     parser.add_argument("--results", type=Path, help="folder; by default results/, or build/")
     arguments = parser.parse_args()

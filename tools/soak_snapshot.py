@@ -2,7 +2,8 @@
 
 Two torchruns are two hosts of 4 ranks each; each restarts the job when a process is lost. The hits
 are at any moment, in the middle of saves, and in the middle of loads. All losses must equal those
-of a job that nobody disturbed, bit by bit. A torchrun that was killed is started again.
+of a job that nobody disturbed, bit by bit. A torchrun that has ended is started again, as a
+scheduler would.
 
     python tools/soak_snapshot.py --seconds 3600
 
@@ -33,7 +34,7 @@ JOB = ROOT / "tests" / "parallel" / "snapshot_job.py"
 WORKER = ROOT / "tests" / "helpers" / "forked.py"
 PER_HOST = 4
 ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-LIMIT_S = 600  # in which ranks come back
+LIMIT_S = 900  # in which ranks come back; torchrun ends if others do not join for 600 s
 
 # Not all that tests need: torchrun's rendezvous goes through all loaded modules (`inspect.stack`)
 # at each operation. On a busy machine, this has taken longer than the time between two heartbeats,
@@ -42,10 +43,15 @@ CONTEXT.set_forkserver_preload(
     ["torch.distributed.run", "torch.distributed.fsdp", "meshverse.parallel.snapshot.snapshot"]
 )
 
+MOST_ENDS = 100
 VICTIMS = ["one rank"] * 3 + ["several ranks"] * 2 + ["all ranks of a host"] * 2
 MOMENTS = {"at any moment": {"step", "save"}, "in a save": {"save"}, "in a load": {"load"}}
 KINDS = ["kill"] * 8 + ["kill, and the host's memory is lost"] * 4 + ["stop", "stop for a while"]
-RARE = ["kill both torchruns", "kill a torchrun"]
+TORCHRUNS = {  # rarely
+    "kill both torchruns": [0, 1],
+    "kill the store's torchrun": [0],
+    "kill the other torchrun": [1],
+}
 
 
 class Rank(NamedTuple):
@@ -74,14 +80,10 @@ class Soak:
     def __init__(self, folder: Path, steps: int = 10**9, restarts: int = 1000) -> None:
         self.folder, self._steps, self._restarts = folder, steps, restarts
         (folder / "losses").mkdir(parents=True)
-        self.agents: list[Forked] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """Start both torchruns."""
         with socket.socket() as bound:
             bound.bind(("localhost", 0))
             self._port = int(bound.getsockname()[1])
+        self.ended: list[str] = []
         self.agents = [self.agent(host) for host in range(2)]
 
     def agent(self, host: int) -> Forked:
@@ -89,12 +91,30 @@ class Soak:
         command = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={PER_HOST}"]
         command += [f"--max-restarts={self._restarts}", "--monitor-interval=0.1"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._port}"]
-        command += ["--rdzv-id=soak", "--local-addr=localhost"]
+        # On two machines, torchrun finds by the endpoint's name that the first one has the store.
+        command += [f"--rdzv-conf=is_host={host == 0}", "--rdzv-id=soak", "--local-addr=localhost"]
         command += ["--run-path", "--start-method=forkserver", "--redirects=3"]
         command += [f"--log-dir={self.folder / 'logs' / str(host)}", str(WORKER), str(JOB)]
         memory = self.folder / f"memory{host}"
         arguments = [memory, self.folder / "losses", self._steps, 1, 2, 20]
         return Forked([*command, *map(str, arguments)], env=ENV)
+
+    def tend(self) -> None:
+        """Start each torchrun that has ended by itself again, and note its last words."""
+        for host, agent in enumerate(self.agents):
+            if not agent.is_alive():
+                _, _, err = agent.communicate()
+                self.ended.append(err.strip().rpartition("\n")[2])
+                print(f"torchrun {host} has ended: {err[-3000:]}", flush=True)
+                self.agents[host] = self.agent(host)
+        if len(self.ended) > MOST_ENDS:
+            raise RuntimeError(f"torchruns have ended {len(self.ended)} times by themselves")
+
+    def start_again(self, *hosts: int) -> None:
+        """Kill torchruns and start them again."""
+        self.end(*hosts)
+        for host in hosts:
+            self.agents[host] = self.agent(host)
 
     def end(self, *hosts: int) -> None:
         """Kill torchruns and all that they started."""
@@ -117,14 +137,19 @@ class Soak:
         ]
 
     def wait_for_saves(self) -> None:
-        """Wait until all ranks have saved since they started, if that does not take too long."""
+        """Wait until all ranks have saved since they started; start both torchruns if they hang."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
+            self.tend()
             everyone = [rank for ranks in self.hosts() for rank in ranks]
             saved = ["saved\n" in rank.notes.read_text() for rank in everyone]
             if len(saved) == 2 * PER_HOST and all(saved):
                 return
             time.sleep(0.1)
+        words = [agent.printed_so_far()[1][-3000:] for agent in self.agents]
+        print(f"no step in {LIMIT_S} s: {words}", flush=True)
+        self.ended.append("both hung")
+        self.start_again(0, 1)
 
     def stopped(self, doing: set[str]) -> list[list[Rank]] | None:
         """Stop all ranks once one is seen to do something.
@@ -138,6 +163,7 @@ class Soak:
         """
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
+            self.tend()
             hosts = self.hosts()
             everyone = [rank for ranks in hosts for rank in ranks]
             for _ in range(100 if len(everyone) == 2 * PER_HOST else 0):
@@ -174,15 +200,11 @@ class Soak:
         everyone.sort(key=lambda rank: rank.does() not in doing)
         n_victims = {"one rank": 1, "several ranks": draw.randint(2, 6)}.get(whom, 2 * PER_HOST)
         victims = everyone[:n_victims]
-        if kind not in RARE and (whom == "all ranks of a host" or "memory" in kind):
+        if kind not in TORCHRUNS and (whom == "all ranks of a host" or "memory" in kind):
             victims = hosts[host]
         did = Counter(rank.does() for rank in victims)
-        if kind == "kill both torchruns":
-            self.end(0, 1)
-            self.begin()
-        elif kind == "kill a torchrun":
-            self.end(1)
-            self.agents[1] = self.agent(1)
+        if kind in TORCHRUNS:
+            self.start_again(*TORCHRUNS[kind])
         elif "memory" in kind:
             os.kill(self.agents[host].pid, signal.SIGSTOP)
             _send(signal.SIGKILL, victims)
@@ -190,7 +212,7 @@ class Soak:
             os.kill(self.agents[host].pid, signal.SIGCONT)
         elif kind == "kill":
             _send(signal.SIGKILL, victims)
-        others = [rank for rank in everyone if rank not in victims or kind in RARE]
+        others = [rank for rank in everyone if rank not in victims or kind in TORCHRUNS]
         _send(signal.SIGCONT, others)
         if kind == "stop for a while":
             time.sleep(draw.uniform(0.5, 5))
@@ -304,7 +326,7 @@ def main() -> None:
             kind, whom = draw.choice(KINDS), draw.choice(VICTIMS)
             moment = draw.choice(list(MOMENTS))
             if draw.random() < 0.08:
-                kind, whom = draw.choice(RARE), ""
+                kind, whom = draw.choice(list(TORCHRUNS)), ""
             where = soak.hit(kind, whom, moment, draw)
             name = " ".join(filter(None, [kind, whom, moment]))
             if where is not None:
@@ -316,13 +338,8 @@ def main() -> None:
             n_bytes = max(n_bytes, sum(one.st_size for one in memory))
             steps = max(losses_of(soak.folder)[0], default=-1) + 1
             what = dict(where) if where else "no such moment"
-            print(f"{steps} steps; {name}: {what}; {len(memory)} files")
-            if not all(agent.is_alive() for agent in soak.agents):
-                print("a torchrun ended by itself: both are started again", flush=True)
-                print([agent.printed_so_far()[1][-3000:] for agent in soak.agents], flush=True)
-                hits["torchrun ended by itself"] += 1
-                soak.end(0, 1)
-                soak.begin()
+            spent = options.seconds - (deadline - time.monotonic())
+            print(f"{spent:.0f} s, {steps} steps; {name}: {what}; {len(memory)} files", flush=True)
     finally:
         soak.end(0, 1)
     losses, taken_back, starts = losses_of(soak.folder)
@@ -330,6 +347,7 @@ def main() -> None:
     for name, count in sorted(hits.items()):
         print(f"{count} x {name}")
     print(f"what ranks did when they were hit: {dict(did)}")
+    print(f"{len(soak.ended)} torchruns ended by themselves: {dict(Counter(soak.ended))}")
     print(f"at most {files} files, of {n_bytes} bytes")
     print(f"{steps} steps; starts of a rank: {dict(starts)}", flush=True)
     print(f"steps that starts of a rank took back: {dict(sorted(taken_back.items()))}", flush=True)

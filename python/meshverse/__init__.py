@@ -1,12 +1,12 @@
-"""Meshverse: a drop-in `DeviceMesh` whose cost does not grow with the world size.
+"""Meshverse: a drop-in `DeviceMesh` for PyTorch, whose meshes share process groups.
 
     from meshverse import init_device_mesh
 
-This function builds meshes that torch's DTensor, FSDP2 and tensor parallelism accept as torch's
-own. Most operations on these meshes do no work proportional to the world size; `docs/limits.md`
-lists those that do. Meshes share one process group per distinct list of ranks and options, within
-one universe: `mesh.universe.explain()` shows what was shared. Collectives are torch's, and no
-faster. It has not been measured on GPUs.
+This function creates meshes that torch's DTensor, FSDP2 and tensor parallelism accept as torch's
+own. Within one universe, they share one process group per distinct list of ranks and options:
+`mesh.universe.explain()` shows what was shared. Almost all operations on them cost the same at any
+world size; `docs/limits.md` lists the others. Collectives are torch's, and no faster. Nothing was
+measured on GPUs.
 """
 
 # ruff: noqa: F403, F405  # the names come from _names

@@ -104,8 +104,12 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return lines
 
 
+CELL = "padding:.2em .6em"
+"""CSS of a table's cell, so that columns stay apart in pages that have no style of their own."""
+
+
 def html_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Return a table as HTML, for notebooks, whose own style aligns all cells on the right.
+    """Return a table as HTML, for notebooks, some of which align all cells on the right.
 
     Args:
         rows: cells of each row as plain text; titles first.
@@ -118,7 +122,7 @@ def html_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> st
             side = "right" if index in right else "left"
             tag = "th" if of_titles or index == 0 else "td"
             scope = f' scope="{"col" if of_titles else "row"}"' * (tag == "th")
-            cells.append(f'<{tag}{scope} style="text-align:{side}">{escape(text)}</{tag}>')
+            cells.append(f'<{tag}{scope} style="text-align:{side};{CELL}">{escape(text)}</{tag}>')
         return f"<tr>{''.join(cells)}</tr>"
 
     titles, *body = rows

@@ -179,7 +179,7 @@ def test_all_ranks_of_a_call_get_an_error_that_says_who_differs(
         assert len(set(ranks)) == len(set(texts)) == len(texts) == 2
         assert all("over ranks " in text for text in texts)
         assert _differences(after), after
-        assert all(re.search(r" at .*\.py:\d+: ", text) for text in texts)
+        assert all(re.search(r" at .*\.py:\d+\n    groups ", text) for text in texts)
 
 
 def _learns_late() -> str:
@@ -224,13 +224,13 @@ def test_a_rank_that_learns_of_it_when_its_group_is_complete_raises_in_its_next_
 
 def _differences(message: str) -> list[str]:
     """The lines that say what differs, which come first."""
-    before, _, _ = message.partition("Who builds what:")
+    before, _, _ = message.partition("Meshes by rank:")
     return re.findall(r"^  [a-z].*: .* on ranks? \d.*$", before, re.MULTILINE)
 
 
 def _descriptions(message: str) -> list[tuple[int, str]]:
-    """Who built what."""
-    found = re.findall(r"^  rank (\d): (.*)$", message, re.MULTILINE)
+    """Each rank that the error names, with its mesh."""
+    found = re.findall(r"^  rank (\d): (.*\n    .*)$", message, re.MULTILINE)
     return [(int(rank), text) for rank, text in found]
 
 

@@ -12,7 +12,7 @@ from meshverse.agreement.program_line import program_line
 def _call(
     rank: int, sizes: dict[str, int], call: str = "init_device_mesh", **facts: str
 ) -> Description:
-    facts = {"made": "at once", "over": "ranks 0 to 3", "strides": str(sizes), **facts}
+    facts = {"groups": "eager", "over": "ranks 0 to 3", "strides": str(sizes), **facts}
     return Description(rank, "digest", call, sizes, facts, f"train.py:{rank}")
 
 
@@ -39,11 +39,11 @@ def _call(
             ["order of axes: dp, tp on rank 0, tp, dp on rank 3"],
         ),
         (
-            _call(0, {"dp": 4}, made="lazy"),
+            _call(0, {"dp": 4}, groups="lazy"),
             _call(3, {"dp": 4}, call="flatten"),
             [
                 "call: init_device_mesh on rank 0, flatten on rank 3",
-                "made: lazy on rank 0, at once on rank 3",
+                "groups: lazy on rank 0, eager on rank 3",
             ],
         ),
         (_call(0, {"dp": 4}), _call(3, {"dp": 4}), []),

@@ -110,7 +110,9 @@ def test_a_prompt_shows_the_table_and_a_notebook_the_picture_too(mesh) -> None:
     assert repr(report) == str(report)
     html = mesh.universe._repr_html_()
     assert "Requested 3 process groups: 3 created" in html
-    cells = re.findall(r"<t[hd]( scope=\"\w+\")? style=\"text-align:(\w+)\">(.*?)</t[hd]>", html)
+    cells = re.findall(
+        r"<t[hd]( scope=\"\w+\")? style=\"text-align:(\w+);padding[^\"]*\">(.*?)</t[hd]>", html
+    )
     _, rows, _ = report._table()
     assert [text for _, _, text in cells] == [text for row in rows for text in row]
     assert cells[3] == (' scope="col"', "right", "size")

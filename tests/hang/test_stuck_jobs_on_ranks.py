@@ -122,13 +122,13 @@ _CASES = [
         (
             f"Stuck: all_reduce number 1 {_ALL}, for",
             "waiting there: ranks 0-4, 6, 7 at hang/stuck_job.py:",
-            "missing:       rank 5 (pp=1, dp=0, tp=1), which is at hang/stuck_job.py:",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), at hang/stuck_job.py:",
             "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it: look at hang/stuck_job.py:",
             " in load_data.",
         ),
         (
             f"Stuck: all_reduce number 1 {_ALL}, for",
-            "missing:       rank 5 (pp=1, dp=0, tp=1), which has made no call in this group",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), no call in this group yet",
             "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",
         ),
     ),
@@ -136,7 +136,7 @@ _CASES = [
         "orders_two_axes_otherwise",
         "deadlock",
         (
-            "rank 5 (pp=1, dp=0, tp=1), which waits in all_reduce number 4 on axis dp, ranks 5, 7",
+            "rank 5 (pp=1, dp=0, tp=1), waiting in all_reduce number 4 on axis dp, ranks 5, 7",
             "Verdict: a deadlock. Rank",
             "All ranks must use these groups in the same order, and skip none.",
             "Verdict: part of the deadlock above.",
@@ -147,12 +147,12 @@ _CASES = [
         "missing",
         (
             f"Stuck: all_reduce number 1 {_ALL}, for",
-            "missing:       rank 5 (pp=1, dp=0, tp=1), no sign of life: dead, stopped, ",
-            "Verdict: rank 5 (pp=1, dp=0, tp=1) gives no sign of life.",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), not responding: dead, stopped, ",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) is not responding.",
         ),
         (
             f"Stuck: all_reduce number 1 {_ALL}, for",
-            "missing:       rank 5 (pp=1, dp=0, tp=1), without a dump",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), no dump",
             "Verdict: there is no dump of rank 5 (pp=1, dp=0, tp=1): the process died",
         ),
         dumping=(0, 1, 2, 3, 4, 6, 7),
@@ -161,8 +161,8 @@ _CASES = [
         "is_killed",
         "missing",
         (
-            "missing:       rank 5 (pp=1, dp=0, tp=1), no sign of life: dead, stopped, ",
-            "Verdict: rank 5 (pp=1, dp=0, tp=1) gives no sign of life.",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), not responding: dead, stopped, ",
+            "Verdict: rank 5 (pp=1, dp=0, tp=1) is not responding.",
         ),
         ("Verdict: there is no dump of rank 5 (pp=1, dp=0, tp=1): the process died",),
         dumping=(0, 1, 2, 3, 4, 6, 7),
@@ -172,7 +172,7 @@ _CASES = [
         "deadlock",
         (
             f"Stuck: all_reduce number 4 {_TP}, for",
-            "rank 5 (pp=1, dp=0, tp=1), which waits in barrier number 1 on the default group, ",
+            "rank 5 (pp=1, dp=0, tp=1), waiting in barrier number 1 on the default group, ",
             "in the same order, and skip none.",
         ),
     ),
@@ -199,7 +199,7 @@ _CASES = [
         "loops",
         "missing",
         (
-            "missing:       rank 5 (pp=1, dp=0, tp=1), which is at hang/stuck_job.py:",
+            "missing:       rank 5 (pp=1, dp=0, tp=1), at hang/stuck_job.py:",
             "has not called it: look at",
         ),
         ("Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",),
@@ -210,7 +210,7 @@ _CASES = [
         (f"Stuck: all_reduce number 4 {_TP}, for", " in raises_and_goes_on."),
         (
             f"Stuck: all_reduce number 4 {_TP}, for",
-            "whose last call in this group was all_reduce number 3 at hang/stuck_job.py:",
+            "last call in this group: all_reduce number 3 at hang/stuck_job.py:",
             "Verdict: rank 5 (pp=1, dp=0, tp=1) has not called it.",
         ),
     ),
@@ -291,7 +291,7 @@ def test_a_lost_receive_is_reported_by_where_its_rank_stands(start) -> None:
     (reported,) = job.wait_for(job.causes)
     assert "Stuck: recv on axis pp, ranks 1, 5 (dp=0, tp=1), for" in reported["text"]
     assert "waiting there: rank 5 at hang/stuck_job.py:" in reported["text"]
-    assert "rank 1 (pp=0, dp=0, tp=1), which is at hang/stuck_job.py:" in reported["text"]
+    assert "rank 1 (pp=0, dp=0, tp=1), at hang/stuck_job.py:" in reported["text"]
     assert "Verdict: a recv without its send: rank 1 (pp=0, dp=0, tp=1)" in reported["text"]
 
 
@@ -301,7 +301,7 @@ def test_a_receive_from_any_rank_is_reported_with_all_that_may_send(start) -> No
     (reported,) = job.wait_for(job.causes)
     assert "Stuck: recv on axis ep, ranks 4-7 (pp=1), for" in reported["text"]
     assert "waiting there: rank 5 at hang/stuck_job.py:" in reported["text"]
-    assert "may send:      ranks 4, 6, 7, which are at hang/stuck_job.py:" in reported["text"]
+    assert "may send:      ranks 4, 6, 7, at hang/stuck_job.py:" in reported["text"]
     assert "Verdict: rank 5 (pp=1, dp=0, tp=1) receives from any rank" in reported["text"]
 
 
@@ -357,8 +357,8 @@ def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
     job.agent.kill()
     text = job.wait_for(lambda: next(iter(job.causes()), None))["text"]
     assert "Stuck: all_reduce number 1" in text
-    assert "whose records could not be read" in text
-    assert "sign of life" not in text
+    assert "flight recorder unreadable" in text
+    assert "not responding" not in text
     printed = "".join(map(job.error, range(_SIZE)))
     assert "ranks cannot exchange where they are: the store does not answer" in printed
 
@@ -370,8 +370,8 @@ def test_a_pipeline_that_waits_names_the_stage_before_or_after(start) -> None:
     # In torch 2.11 the first stage waits in its send, later in the receive of what comes back.
     pair = r"Stuck: (send|recv) on axis pp, ranks 1, 5 \(dp=0, tp=1\), for"
     assert re.search(pair, reported["text"])
-    assert "rank 5 (pp=1, dp=0, tp=1), which is at hang/stuck_job.py:" in reported["text"]
-    assert " in load_data, " in reported["text"] or " in load_data\n" in reported["text"]
+    assert "rank 5 (pp=1, dp=0, tp=1), at hang/stuck_job.py:" in reported["text"]
+    assert re.search(r" in load_data,?\n", reported["text"])
 
 
 @pytest.mark.long

@@ -168,7 +168,7 @@ def test_missing_ranks_whose_records_were_not_read_are_named() -> None:
     records[2] = RankRecord(2, _NOW, was_read=False)
     (found,) = (one for one in find_stuck(records) if one.group == "dp")
     assert found.cause is Cause.MISSING
-    assert "the records of rank 2 were not read" in _verdict([found])
+    assert "the flight recorder of rank 2 was not read" in _verdict([found])
 
 
 def _p2p(operation: str, peer: int) -> Call:
@@ -217,8 +217,8 @@ def test_a_receive_from_any_rank_waits_for_nobody_in_particular() -> None:
     assert (received.cause, received.missing) == (Cause.UNKNOWN, [])
     assert [each.rank for each in received.may_send] == [1, 2]
     text = ReportFormatter().text(found, [received])
-    assert "may send:      rank 1, which has made no call in this group" in text
-    assert "rank 2, which waits in all_reduce number 4 on axis dp, ranks 0, 2 at" in text
+    assert "may send:      rank 1, no call in this group yet" in text
+    assert "rank 2, waiting in all_reduce number 4 on axis dp, ranks 0, 2 at" in text
     assert "rank 0 receives from any rank, and none has sent to it" in text
     # Rank 2 waits for rank 0: that is no deadlock, as rank 1 may send.
     (waits,) = (one for one in found if one.name == "dp")

@@ -177,12 +177,12 @@ def test_a_rank_alone_says_of_the_others_that_it_could_not_ask_them(caplog, monk
     assert hang.text in caplog.text
     (logged,) = caplog.records
     assert logged.getMessage().startswith("Rank 1: A collective is stuck, and ranks cannot ")
-    assert "sign of life" not in hang.text
+    assert "not responding" not in hang.text
     assert "has not called it" not in hang.text
-    assert "missing:       ranks 0, 2, 3, whose records could not be read" in hang.text
+    assert "missing:       ranks 0, 2, 3, flight recorder unreadable" in hang.text
     assert [group["verdict"] for group in hang.groups] == [
-        "the records of ranks 0, 2, 3 could not be read: they may have called it.",
-        "the records of rank 3 (pp=1, tp=1) could not be read: it may have called the send.",
+        "the flight recorders of ranks 0, 2, 3 were unreadable: they may have called it.",
+        "the flight recorder of rank 3 (pp=1, tp=1) was unreadable: it may have called the send.",
     ]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,6 +29,7 @@ from helpers.forked import Forked
 from meshverse import init_device_mesh
 from meshverse.parallel import Snapshot
 from meshverse.parallel.snapshot.file import names_in
+from meshverse.parallel.snapshot.hosts import partners_of
 
 HOSTS = 2
 
@@ -300,6 +303,17 @@ def _errors(root: Path) -> None:
     snapshot = Snapshot(root, copies=1)
     with pytest.raises(ValueError, match="copies=1 needs a second host: all 2 ranks share"):
         snapshot.save(1, {})
+    with pytest.raises(ValueError, match="failure_domain='' is no name"):
+        Snapshot(root, failure_domain="")
+    rank = dist.get_rank()
+    for domain, folder, message in (
+        (f"rack {rank}", root, "ranks 0 and 1 share a folder, but have failure_domain='rack 0'"),
+        (("rack", None)[rank], root / str(rank), "rank 1 has no failure_domain, and other ranks"),
+        ("rack", root / str(rank), "needs a second failure domain: all hosts are in 'rack'"),
+    ):
+        snapshot = Snapshot(folder, copies=1, failure_domain=domain)
+        with pytest.raises(ValueError, match=message):
+            snapshot.save(1, {})
     snapshot = Snapshot(root)
     snapshot.save(1, {"a": torch.ones(2)})
     with pytest.raises(ValueError, match="step 1 is not after step 1"):
@@ -336,6 +350,47 @@ def test_shards_of_fsdp1_are_refused_by_name(crew: Crew, tmp_path: Path) -> None
             "'parameters._fsdp_wrapped_module._flat_param' is a FlatParameter, whose parts"
         )
         assert "Use fully_shard (FSDP2) in place of" in of_state
+
+
+# --- Failure domains -----------------------------------------------------------------------------
+
+
+def test_copies_are_in_another_failure_domain() -> None:
+    draw = random.Random(0)
+    for n_domains in range(2, 7):
+        for _ in range(50):
+            sizes = [draw.randint(1, 9) for _ in range(n_domains)]
+            domains = [f"rack {number}" for number, size in enumerate(sizes) for _ in range(size)]
+            draw.shuffle(domains)
+            partners = partners_of(domains)
+            assert all(domains[a] != domains[b] for a, b in enumerate(partners))
+            n_others = len(domains) - max(sizes)
+            most = max(Counter(partners).values())
+            assert most == max(1, -(-max(sizes) // n_others))  # the fewest that are possible
+    assert partners_of(["a", "b", "c"]) == [1, 2, 0]
+
+
+def _save_in_racks(root: Path, racks: list[str | None]) -> None:
+    rank = dist.get_rank()
+    snapshot = Snapshot(root / f"host{rank}", copies=1, failure_domain=racks[rank])
+    snapshot.save(1, _state(1))
+
+
+def _load_in_racks(root: Path) -> tuple[int | None, bool]:
+    state = _state(0)
+    step = Snapshot(root / f"host{dist.get_rank()}").load(state)
+    return step, _plain(state) == _plain(_state(step or 0))
+
+
+@pytest.mark.parametrize("racks", [["a", "a", "b", "b"], [None] * 4])
+def test_a_lost_rack_is_covered_if_its_hosts_say_so(
+    crew: Crew, tmp_path: Path, racks: list[str | None]
+) -> None:
+    crew.run(_save_in_racks, 4, tmp_path, racks)
+    for host in ("host0", "host1"):
+        shutil.rmtree(tmp_path / host)
+    covered = None if None in racks else 1  # host 1 has the copies of host 0
+    assert crew.run(_load_in_racks, 4, tmp_path) == [(covered, True)] * 4
 
 
 # --- What a save and a load leave behind ----------------------------------------------------------

@@ -44,9 +44,8 @@ _log = logging.getLogger(__name__)
 
 _VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"
 _CURE = (
-    "All ranks of a mesh must make the same meshes with the same options in the same order, and "
-    "derive the same meshes from them. Fix the program and start it again. "
-    f"({_VARIABLE}=0 turns this comparison off.)"
+    "All ranks of a mesh must create and derive the same meshes in the same order, with the same\n"
+    f"options. Fix the program and restart it. ({_VARIABLE}=0 turns this comparison off.)"
 )
 _REMOVED_TOGETHER = 32  # calls whose keys are removed at once
 _DISAGREE = "!"  # the mark; stored in place of a call's description
@@ -100,7 +99,7 @@ class Description(NamedTuple):
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         facts = ", ".join(f"{name} {fact}" for name, fact in self.facts.items())
-        return f"{self.call} ({sizes}) at {self.line}: {facts}"
+        return f"{self.call} ({sizes}) at {self.line}\n    {facts}"
 
     def compared(self) -> dict[str, str]:
         """Return what an error compares, by name: all but the rank, the digest and the line."""
@@ -282,7 +281,7 @@ class ComparedCalls(WorldState):
         lines = [f"  {line}" for line in _differences(descriptions)]
         who = [f"  rank {each.rank}: {each}" for each in descriptions]
         message = "\n".join(
-            ["Ranks are building different meshes:", *lines, "Who builds what:", *who, _CURE]
+            ["Ranks are building different meshes:", *lines, "Meshes by rank:", *who, _CURE]
         )
         calls = self._of(ranks)
         calls.mismatch, calls.has_raised = message, is_raised

@@ -27,7 +27,7 @@ _SHOWN_THREADS = 6
 
 _MEANING = (
     "Reused: served by an existing group.",
-    "Saved: groups that torch would have created besides. It uses the default group too.",
+    "Saved: groups that torch would also have created. It reuses the default group, too.",
 )
 
 

@@ -158,47 +158,34 @@ class ReportFormatter(NamedTuple):
         for missing in awaited:
             alike.setdefault(self._where(missing, by_name), []).append(missing)
         return [
-            (
-                self.ranks([each.rank for each in some]),
-                f", {self._where(some[0], by_name, are_several=len(some) > 1)}",
-            )
-            for some in alike.values()
+            (self.ranks([each.rank for each in some]), f", {where}")
+            for where, some in alike.items()
         ]
 
-    def _where(
-        self, missing: Missing, by_name: Mapping[str, Stuck], *, are_several: bool = False
-    ) -> str:
-        """Return where a missing rank is instead, for one line of the report.
+    def _where(self, missing: Missing, by_name: Mapping[str, Stuck]) -> str:
+        """Return where a missing rank is instead, and below it its last call in the group.
 
         Args:
             missing: the rank, or one of several for which the same is true.
             by_name: all stuck calls, by name.
-            are_several: whether the text is about several ranks.
         """
         if not missing.is_recorded:
             why = self.why_no_dump(missing.rank)
             return f"no dump ({why})" if why else _WITHOUT_RECORD[self.no_record]
         if not missing.was_read:
-            return "whose records were not read"
+            return "flight recorder not read"
         call = missing.elsewhere
         if call is not None:
             other = by_name.get(missing.where)
             on = missing.label if other is None else self.group(other.seen)
-            line = call.line or missing.doing
-            return f"which wait{'s' * (not are_several)} in {_called(call)} on {on}{_at(line)}"
-        parts = []
-        if missing.doing:
-            parts.append(f"which {'are' if are_several else 'is'} at {_short(missing.doing)}")
+            return f"waiting in {_called(call)} on {on}{_at(call.line or missing.doing)}"
+        parts = [f"at {_short(missing.doing)}"] if missing.doing else []
         if missing.last is not None:
-            parts.append(
-                f"whose last call in this group was {_called(missing.last)}{_at(missing.last.line)}"
-            )
+            last = f"{_called(missing.last)}{_at(missing.last.line)}"
+            parts.append(f"last call in this group: {last}")
         elif missing.is_cut:
-            parts.append("whose calls in this group, if any, are no longer in its recorder")
-        return (
-            ", and ".join(parts)
-            or f"which {'have' if are_several else 'has'} made no call in this group"
-        )
+            parts.append("last call in this group: no longer in its flight recorder")
+        return f",\n  {'':14} ".join(parts) or "no call in this group yet"
 
     def call(self, call: Call, seen: GroupSeen) -> str:
         """Return a call and its group in words: "all_reduce number 4 on axis dp, ranks 0, 2"."""
@@ -440,22 +427,28 @@ class ReportFormatter(NamedTuple):
         if not parts:
             unread = [missing.rank for missing in one.missing if not missing.was_read]
             parts.append(
-                f"the records of {self.ranks(unread)} were not read. The other missing ranks wait "
-                "in other groups."
+                f"{self._recorders(unread)} not read. The other missing ranks wait in other groups."
             )
         return " ".join(parts)
+
+    def _recorders(self, ranks: Sequence[int]) -> str:
+        """Return the subject of a sentence, with its verb."""
+        of = f"of {self.ranks(ranks)}"
+        return (
+            f"the flight recorders {of} were" if len(ranks) > 1 else f"the flight recorder {of} was"
+        )
 
     def _why_no_record(self, ranks: Sequence[int], call: str) -> str:
         """Return why missing ranks have no record, and what to do about it."""
         who, are_several = self.ranks(ranks), len(ranks) > 1
         if self.no_record is NoRecord.NO_ANSWER:
             return (
-                f"{who} {'give' if are_several else 'gives'} no sign of life. Check on the host "
-                "whether the process has died or was stopped."
+                f"{who} {'are' if are_several else 'is'} not responding. Check on the host whether "
+                "the process has died or was stopped."
             )
         if self.no_record is NoRecord.NO_STORE:
             they = "they" if are_several else "it"
-            return f"the records of {who} could not be read: {they} may have called {call}."
+            return f"{self._recorders(ranks)} unreadable: {they} may have called {call}."
         if not are_several and (why := self.why_no_dump(ranks[0])):
             return f"there is no dump of {who} ({why})."
         return (
@@ -465,10 +458,10 @@ class ReportFormatter(NamedTuple):
 
 
 _WITHOUT_RECORD = {
-    NoRecord.NO_DUMP: "without a dump",
-    NoRecord.NO_ANSWER: "no sign of life: dead, stopped, in code that holds Python's global "
-    "interpreter lock, or without meshverse.watch()",
-    NoRecord.NO_STORE: "whose records could not be read",
+    NoRecord.NO_DUMP: "no dump",
+    NoRecord.NO_ANSWER: "not responding: dead, stopped, in code that holds Python's global "
+    "interpreter lock,\n                 or without meshverse.watch()",
+    NoRecord.NO_STORE: "flight recorder unreadable",
 }
 
 

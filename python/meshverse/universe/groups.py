@@ -672,9 +672,9 @@ class UniverseGroups:
     def _describe(self, call: str, requests: Sequence[GroupRequest]) -> Description:
         from meshverse.agreement.program_line import program_line
 
-        made = "lazy" if self._lazy else "at once"
+        made = "lazy" if self._lazy else "eager"
         facts = {
-            "made": made,
+            "groups": made,
             "over": str(self._rank_map),
             "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
             "options": " and ".join(dict.fromkeys(one.options.in_words() for one in requests)),

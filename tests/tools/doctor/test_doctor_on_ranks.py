@@ -188,7 +188,7 @@ def test_a_rank_that_stops_in_the_middle_is_named() -> None:
     assert [status for status, _, _ in ends] == [1, 1]
     (error,) = [err for _, _, err in ends if err]  # by one rank
     host = socket.gethostname()
-    assert f"rank 2 on {host} gives no sign of life in: the all-reduces of axis dp" in error
+    assert f"rank 2 on {host} has not responded during: the all-reduces of axis dp" in error
     assert not re.search(f"rank [01] on {host} (gives no|is still)", error)  # which live
 
 

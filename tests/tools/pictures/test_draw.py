@@ -41,7 +41,8 @@ def test_a_mesh_as_text(world) -> None:
         "  node 0  0  0  1  1 \n"
         "  node 1 [2]<2> 3  3 \n"
         "\n"
-        "Number and colour: the group; [ ]: the group of rank 5; < >: the rank."
+        "Each place is a rank, with the number of its group; [ ]: the group of rank 5; "
+        "< >: rank 5."
     )
 
 
@@ -288,9 +289,12 @@ def test_of_many_groups_those_that_are_shared_are_shown() -> None:
 
 
 def test_the_legend_does_not_promise_a_colour_for_each_of_many_groups() -> None:
-    for size, words in ((16, "Number and colour: the group"), (18, "in one of eight colours")):
+    words = "with the number and colour of its group"
+    for size, end in ((16, "; outlined"), (18, " (eight colours, which repeat); outlined")):
         groups = (PicturedGroups(("tp",), AxisLayout(2, 1)),)
-        assert words in str(Picture("A world", RankMap.identity(size), 0, groups))
+        picture = Picture("A world", RankMap.identity(size), 0, groups)
+        assert f"{words}{end}" in " ".join(picture.to_svg().split())
+        assert "colour" not in str(picture)  # which has none
 
 
 @in_worlds((8, 5))

@@ -172,6 +172,10 @@ const outside = (inner, outer) => inner.left < outer.left - 1 || inner.right > o
   || inner.top < outer.top - 1 || inner.bottom > outer.bottom + 1;
 const texts = [...document.querySelectorAll('svg text')].filter((e) => e.checkVisibility());
 const pictures = [...document.querySelectorAll('svg')].filter((e) => e.checkVisibility());
+const words = (e) => { const range = document.createRange(); range.selectNodeContents(e);
+  return range.getBoundingClientRect(); };
+const cells = [...document.querySelectorAll('tr')].filter((e) => e.checkVisibility())
+  .flatMap((row) => [...row.cells].slice(1).map((cell, at) => [row.cells[at], cell]));
 const scale = (e) => e.getBoundingClientRect().width / e.viewBox.baseVal.width;
 return {
   width: document.documentElement.scrollWidth,
@@ -184,6 +188,8 @@ return {
     const [a, b] = [one, other].map((e) => e.parentElement.getBoundingClientRect());
     return a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1
       || b.bottom <= a.top + 1; })),
+  touching: cells.filter(([one, next]) => words(one).width && words(next).width
+    && words(one).right + 6 > words(next).left).map(([one]) => one.textContent),
   paper: getComputedStyle(document.querySelector('.bg')).fill,
   ink: getComputedStyle(document.querySelector('svg .t')).fill,
 };
@@ -225,6 +231,7 @@ def test_nothing_is_cut_or_covered_and_letters_can_be_read(
         assert found["cut"] == []
         assert found["letters"] >= 12
         assert found["apart"]
+        assert found["touching"] == []
         if what != "picture":  # a reader scrolls a drawing of its own
             assert found["width"] <= width
 

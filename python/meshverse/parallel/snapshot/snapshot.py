@@ -39,6 +39,9 @@ class Snapshot:
         keep: number of steps in memory, at least 2. While a step is written, one fewer is whole.
         copies: 1 to also write each rank's files on another host, or 0. A state that is replicated
             over hosts, as by HSDP, needs none.
+        failure_domain: name of what this rank's host may be lost with, such as its rack or switch:
+            copies go to a host of another one. By default, each host is a failure domain of its
+            own.
         process_group: group that can send CPU tensors; the default group by default.
 
     Raises:
@@ -58,12 +61,15 @@ class Snapshot:
         keep: int = 2,
         *,
         copies: int = 0,
+        failure_domain: str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep < 2:
             raise ValueError(f"keep={keep} steps are too few: keep 2 or more, so that one is whole")
         if copies not in (0, 1):
             raise ValueError(f"copies={copies} is not possible: pass 0 or 1")
+        if failure_domain == "":
+            raise ValueError("failure_domain='' is no name: pass None if you do not know it")
         backends = str(dist.get_backend_config(process_group))
         if "cpu:" not in backends:
             raise ValueError(
@@ -71,11 +77,11 @@ class Snapshot:
                 "process_group=dist.new_group(backend='gloo')"
             )
         self.folder, self.keep, self.copies = Path(folder), keep, copies
-        self._group = process_group
+        self.failure_domain, self._group = failure_domain, process_group
         self._rank = dist.get_rank(process_group)
         self._world_size = dist.get_world_size(process_group)
         self._attempt = ""
-        self._hosts = Hosts([], [], 0, 0)
+        self._hosts = Hosts([], [], [], 0, 0)
         self._last = -1
         self._n_saved = 0
         self._pickles: dict[tuple[type, str], bytes] = {}
@@ -99,7 +105,7 @@ class Snapshot:
                 between ranks, such as a random number generator's, needs a key of its own on each.
 
         Raises:
-            ValueError: the step is not larger than the last one.
+            ValueError: the step is not larger than the last one; or see `load`.
             TypeError: a value is a shard, and no DTensor, as FSDP1's are.
             OSError: the folder's file system is full.
         """
@@ -176,6 +182,10 @@ class Snapshot:
             Number of the step, or None on all ranks, if there is none; nothing is loaded then. If a
             step is there in part, a warning says what is missing and on which hosts it was. The
             objects' `state_dict()` is called in any case.
+
+        Raises:
+            ValueError: `copies=1`, and all ranks share a host or a failure domain; ranks of one
+                host have different failure domains; or only some ranks have one.
         """
         self._begin()
         for begun in self.folder.glob(".*.snapshot"):
@@ -285,12 +295,12 @@ class Snapshot:
         newest = max((int(name.attempt[:6]) for name in names_in(self.folder)), default=0)
         every = gathered((newest, secrets.token_hex(4)), self._group)
         self._attempt = f"{1 + max(number for number, _ in every):06d}-{every[0][1]}"
-        self._hosts = meet(self.folder, self._attempt, self._group)
-        if self.copies and len(self._hosts.ranks) == 1:
-            raise ValueError(
-                f"copies=1 needs a second host: all {self._world_size} ranks share "
-                f"{self._hosts.names[0]}. Pass copies=0"
-            )
+        self._hosts = meet(self.folder, self._attempt, self.failure_domain, self._group)
+        if self.copies and not self._hosts.partners:
+            one_host = f"host: all {self._world_size} ranks share {self._hosts.names[0]}"
+            one_domain = f"failure domain: all hosts are in {self.failure_domain!r}"
+            alone = one_host if len(self._hosts.ranks) == 1 else one_domain
+            raise ValueError(f"copies=1 needs a second {alone}. Pass copies=0")
         self._last, self._n_saved = -1, 0
         self._kept.clear()
 

@@ -273,7 +273,7 @@ class Membership:
         names = {rank: f"rank {rank} on {note['host']}" for rank, note in notes.items() if note}
         behind = [f"rank {rank} has not started" for rank in absent]
         behind += [
-            f"{names[rank]} gives no sign of life in: {notes[rank]['what']}" for rank in silent
+            f"{names[rank]} has not responded during: {notes[rank]['what']}" for rank in silent
         ]
         if not behind:
             behind = [

@@ -17,6 +17,14 @@ from .palette import COLOURS
 if TYPE_CHECKING:
     from rich.text import Text
 
+# What a place in a picture is, and the marks of the rank's group and of the rank itself.
+_IN_TEXT = ("Each place is a rank, with the number of its group", "[ ]", "< >")
+_IN_SVG = (
+    "Each square is a rank, with the number and colour of its group",
+    "outlined",
+    "outlined twice",
+)
+
 
 @dataclass(frozen=True, repr=False)
 class Picture:
@@ -90,7 +98,7 @@ class Picture:
         from .terminal import as_text
 
         panels = self.panels
-        return as_text(panels, _legend(self, panels, "[ ]", "< >"))
+        return as_text(panels, _legend(self, panels, *_IN_TEXT))
 
     __repr__ = __str__  # at a prompt
 
@@ -98,7 +106,7 @@ class Picture:
         from .terminal import as_rich
 
         panels = self.panels
-        return as_rich(panels, _legend(self, panels, "[ ]", "< >"))
+        return as_rich(panels, _legend(self, panels, *_IN_TEXT))
 
     def show(self) -> None:
         """Print the picture, in colours if rich is installed (extra `meshverse[pictures]`)."""
@@ -120,8 +128,8 @@ class Picture:
         """Return an SVG document, which follows the reader's light or dark colour scheme."""
         from .svg import as_svg
 
-        panels, marks = self.panels, ("outlined", "outlined twice")
-        return as_svg(panels, self.sharing, printable(self.title), _legend(self, panels, *marks))
+        panels = self.panels
+        return as_svg(panels, self.sharing, printable(self.title), _legend(self, panels, *_IN_SVG))
 
     def _repr_html_(self) -> str:
         from .sharing import sharing_table
@@ -134,7 +142,7 @@ class Picture:
         """Return panels as an HTML element, whose panels wrap and have the colour of its text."""
         from .svg import as_figure
 
-        legend = _legend(self, panels, "outlined", "outlined twice")
+        legend = _legend(self, panels, *_IN_SVG)
         return as_figure(panels, printable(title), legend)
 
     def to_html(self) -> str:
@@ -144,12 +152,16 @@ class Picture:
         return as_page(self)
 
 
-def _legend(picture: Picture, panels: Sequence[Panel], group_mark: str, rank_mark: str) -> str:
-    parts = ["Number and colour: the group"]
-    if any(panel.largest_group >= len(COLOURS) for panel in panels):
-        parts = ["Number: the group, in one of eight colours"]
+def _legend(
+    picture: Picture, panels: Sequence[Panel], cell: str, group_mark: str, rank_mark: str
+) -> str:
+    repeats = any(panel.largest_group >= len(COLOURS) for panel in panels)
+    parts = [cell + " (eight colours, which repeat)" * (repeats and "colour" in cell)]
     if picture.rank_map.position_of(picture.rank) is not None:
-        parts += [f"{group_mark}: the group of rank {picture.rank}", f"{rank_mark}: the rank"]
+        parts += [
+            f"{group_mark}: the group of rank {picture.rank}",
+            f"{rank_mark}: rank {picture.rank}",
+        ]
     if any(line.times > 1 for panel in panels for line in panel.drawn):
         parts.append(f"xN: N {'nodes' if picture.node_size else 'lines'} with these groups")
     return "; ".join(parts) + "."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from meshverse.wording import counted, printable
+from meshverse.wording import CELL, counted, printable
 
 from .model import PicturedGroups, PicturedView, SharedColumn, Sharing
 
@@ -54,7 +54,7 @@ def sharing_table(sharing: Sharing) -> str:
     """Return the table as HTML, for a page or notebook."""
     sizes = "".join(f'<th scope="col" {_CELL}>{column.title}</th>' for column in sharing.columns)
     rows = "".join(
-        f'<tr><th scope="row" style="text-align:left">{row + 1}: {_breakable(view)}</th>'
+        f'<tr><th scope="row" style="text-align:left;{CELL}">{row + 1}: {_breakable(view)}</th>'
         + "".join(_cell(column, row) for column in sharing.columns)
         + "</tr>"
         for row, view in enumerate(sharing.views)
@@ -62,7 +62,7 @@ def sharing_table(sharing: Sharing) -> str:
     return (
         f"<p>{escape(sharing.subtitle)}</p>"
         '<div style="overflow-x:auto"><table class="sharing"><thead><tr>'
-        f'<th scope="col" style="text-align:left">view</th>{sizes}</tr></thead>'
+        f'<th scope="col" style="text-align:left;{CELL}">view</th>{sizes}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
@@ -72,8 +72,9 @@ def _breakable(title: str) -> str:
     return escape(title).replace(",", ",<wbr>")
 
 
-_CELL = 'style="text-align:center"'
-_SHARED = 'style="text-align:center;background:rgb(86 180 233/.3)"'
+_CENTERED = f"text-align:center;{CELL}"
+_CELL = f'style="{_CENTERED}"'
+_SHARED = f'style="{_CENTERED};background:rgb(86 180 233/.3)"'
 
 
 def _cell(column: SharedColumn, row: int) -> str:
