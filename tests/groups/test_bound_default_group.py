@@ -107,8 +107,9 @@ def test_every_axis_is_one_split_that_all_ranks_take_part_in(
 def _after_other_histories(library: str, folder: str) -> dict[str, Any]:
     splitting.restart(library, folder)
     rank = dist.get_rank()
-    for _ in range(rank):  # each rank has made another number of groups before
-        dist.new_group([rank], use_local_synchronization=True)
+    # As if each rank had made another number of groups: from 2.15 on, c10d splits the default group
+    # for each, which takes all ranks.
+    dist.distributed_c10d._world.group_count += rank
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     return {
         "reached": reached_ranks(mesh),
@@ -247,10 +248,13 @@ _CANNOT_SPLIT = "No backend for the parent process group or its backend does not
 def _where_nothing_splits(library: str, folder: str) -> tuple[str, list[int]]:
     """Split as torch's mesh does where it has an accelerator, and make a mesh of ours."""
     splitting.restart(library, folder, f"cpu:gloo,{splitting.DEVICE}:fake")
-    with pytest.raises(RuntimeError) as raised:
+    error = ""
+    try:
         dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    except RuntimeError as raised:
+        error = str(raised)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
-    return str(raised.value), reached_by(mesh.get_group("tp"))
+    return error, reached_by(mesh.get_group("tp"))
 
 
 def test_where_torch_cannot_split_the_groups_are_made_otherwise(
@@ -258,7 +262,8 @@ def test_where_torch_cannot_split_the_groups_are_made_otherwise(
 ) -> None:
     answers = bound_crew.run(_where_nothing_splits, 4, str(via_store_library), str(tmp_path))
     for rank, (error, reached) in enumerate(answers):
-        assert _CANNOT_SPLIT in error or "No backend type associated" in error  # in torch 2.11
+        if not AT_LEAST_2_15:  # where c10d makes a split of backends that have none
+            assert _CANNOT_SPLIT in error or "No backend type associated" in error  # in torch 2.11
         assert reached == _expected(rank)["tp"]
 
 

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from helpers.all_reduce import reached_by
 from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
+from helpers.versions import AT_LEAST_2_15
 from meshverse import DeviceMesh, init_device_mesh
 
 _AXES = ("dp", "tp")
@@ -135,6 +136,10 @@ class _NcclOptions(FakeProcessGroup.Options):  # type: ignore[misc]
     """In the place of NCCL's, which only a torch with CUDA has."""
 
 
+# From 2.15 on, "nccl" is another implementation.
+_NCCL = "nccl-legacy" if AT_LEAST_2_15 else "nccl"
+
+
 class _NcclGroup(dist.ProcessGroupGloo):
     """In the place of NCCL's: c10d's own code for it runs, with gloo underneath."""
 
@@ -156,11 +161,11 @@ def _timeouts_beside_options() -> tuple[list[str], dict[str, float], float]:
                 (2, 2),
                 mesh_dim_names=_AXES,
                 timeout=timedelta(seconds=70),
-                backend_override=dict.fromkeys(_AXES, ("nccl", given)),
+                backend_override=dict.fromkeys(_AXES, (_NCCL, given)),
             )
-            inherited = asked.unflatten("tp", (2,), ("own",), {"own": ("nccl", _said(9))})
+            inherited = asked.unflatten("tp", (2,), ("own",), {"own": (_NCCL, _said(9))})
             worlds = DeviceMesh(
-                "cpu", [0, 1, 2, 3], mesh_dim_names=("all",), backend_override=(("nccl", given),)
+                "cpu", [0, 1, 2, 3], mesh_dim_names=("all",), backend_override=((_NCCL, given),)
             )
         cuda = torch.device("cuda")
         groups = {

@@ -127,7 +127,7 @@ def test_what_c10d_is_given_has_every_field_of_nccl_options() -> None:
     seen = set()
     for name, options in changed_nccl_options():
         asked = GroupOptions.resolve(("nccl", options), dist.group.WORLD)
-        given = asked.backend_options_for_c10d()
+        given = asked.new_backend_options()
         assert given is not options
         assert shown_fields(OptionsKey.of("nccl", given, ignored=C10D_FIELDS)) == [name]
         assert shown_fields(OptionsKey.of("nccl", options, ignored=C10D_FIELDS)) == [name]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .groups import current_default_group, default_backend
+from .groups import current_default_group, default_backend, ensure_registered
 from .options import options_of
 from .private_names import BackendOptions, ProcessGroup, c10d, c10d_core
 
@@ -183,9 +183,7 @@ def _is_classic_nccl(name: str) -> bool:
     2.15 registers several NCCL backends. By default, "nccl" is one that connects when it is
     created.
     """
-    register = getattr(dist.Backend, "_ensure_backend_registered", None)  # 2.15
-    if register is not None:
-        register(name)
+    ensure_registered(name)
     registered = dist.Backend._plugins.get(name.upper())
     if registered is None:
         return name == "nccl" and not hasattr(c10d, "_create_nccl_process_group")

@@ -58,15 +58,24 @@ def _timeout_of(group: ProcessGroup) -> timedelta | None:
     return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
+def ensure_registered(backend: str) -> None:
+    """Let c10d register a backend by this name, if it does so at a backend's first use. 2.15."""
+    register = getattr(dist.Backend, "_ensure_backend_registered", None)
+    if register is not None:
+        register(backend)
+
+
 def check_backend(backend: str) -> None:
     """Raise ValueError if c10d has no such backend, before anything is created.
 
     Args:
         backend: backend string: one name ("gloo"), or one per device type ("cpu:gloo,cuda:nccl").
     """
+    names = [part.rpartition(":")[2].lower() for part in backend.split(",")]
+    for name in names:
+        ensure_registered(name)
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    for part in backend.split(","):
-        name = part.rpartition(":")[2].lower()
+    for name in names:
         if name not in known:
             raise ValueError(
                 f"Unknown backend {name!r} in {backend!r}: torch.distributed knows {known}. "

@@ -574,7 +574,8 @@ class UniverseGroups:
         Raises:
             RuntimeError: the group cannot be created, is suspended, or has ended.
         """
-        if name in self.process_groups:
+        world = self._own_world
+        if name in self.process_groups and not (world is not None and world.may_change):
             return
         self.check_usable()
         ref = self.find(name)

@@ -371,7 +371,8 @@ def _probe(name: str, module: nn.Module, experts: StackedExperts, own: int, step
     first = module.get_parameter(DOWN)
     device = first.device
     if first.is_meta:
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        # A torch that was built for CUDA has no GPU everywhere.
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     _, outputs, inputs = module.get_parameter(experts.columns[-1]).shape
     widths = [each for each in (inputs, outputs) if each in first.shape[1:]]
     problem: Exception = _Problem(f"has weights of the shapes {outputs, inputs} and {first.shape}")

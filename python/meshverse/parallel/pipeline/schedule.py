@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -210,10 +211,17 @@ class PipelineSchedule:
             self._evaluation = self._make()
         parameters = [each for stage in self.stages for each in stage.parameters()]
         gradients = [each.grad for each in parameters]
-        losses = self._run(self._evaluation.eval, self._evaluated, inputs, target, keywords)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient  # torch's first run of a stage drops gradients
-        return losses
+        try:
+            for parameter in parameters:  # torch's first run of a stage adds to gradients, or drops
+                parameter.grad = None
+            return self._run(self._evaluation.eval, self._evaluated, inputs, target, keywords)
+        finally:
+            for stage in self.stages:  # where FSDP2 left whole parameters, they have no gradients
+                for module in stage.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages by their total norm, in which tied gradients count once.
