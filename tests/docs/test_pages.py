@@ -28,6 +28,7 @@ from helpers.crew import Crew
 from helpers.forked import Forked
 from helpers.pages import ROOT, Program, blocks_of, pages, programs_of
 from helpers.turns import wait_until
+from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import fake_world
 
 _SCRIPT_SECONDS = 500  # of a script in all its processes, which import torch under torchrun
@@ -242,6 +243,8 @@ def test_a_program_of_one_process(program: Program, tmp_path: Path, monkeypatch)
 def test_a_program_on_real_ranks(
     program: Program, crew: Crew, endings: dict[tuple[str, ...], list[Ended]]
 ) -> None:
+    if "DefaultStager" in program.source and not AT_LEAST_2_12:
+        pytest.skip("the stager of torch 2.11 fails at its second state, as the page says")
     key = program.how, program.source, program.file
     if key not in endings:  # several pages show one error
         ranks, (_, source, file) = _number_of("ranks", program), key

@@ -17,6 +17,7 @@ from helpers.compiling import COMPILES
 from helpers.observation import Family
 from helpers.sides import SIDES, side
 from helpers.tiers import in_tiers
+from helpers.versions import needs_opaque_meshes
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
 
@@ -145,6 +146,7 @@ def test_live_groups_beside_one_that_is_not(
     assert tuple(result.shape) == ((4, 3) if form == "redistribution" else (2, 3))
 
 
+@needs_opaque_meshes
 @pytest.mark.parametrize("given", in_tiers(["closure", "argument"], ["closure"], []))
 @pytest.mark.parametrize(
     "form", in_tiers([form for form in _OF_TP if form not in _CREATING], ["mesh and axis", "slice"])
@@ -184,6 +186,7 @@ def test_a_destroyed_group(form: str, given: str) -> None:
         _run(_OF_TP[form], _destroyed_tp(), given)
 
 
+@needs_opaque_meshes
 @pytest.mark.parametrize("ends", ["universe", "world"])
 def test_a_group_that_has_ended(ends: str) -> None:
     with fake_world(8, 5):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers.observation import OURS, STOCK, Family
 from helpers.tiers import in_tiers
+from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import in_worlds
 
 _Form = Callable[[Any, Tensor], Tensor]
@@ -82,7 +83,11 @@ def test_a_compiled_function_may_name_a_group_as_with_torch(
             return torch.compile(lambda x: call(mesh, x), backend=backend, fullgraph=True)(x)
         return torch.compile(call, backend=backend, fullgraph=True)(mesh, x)
 
-    assert torch.equal(result_of(OURS), result_of(STOCK))
+    ours, stock = result_of(OURS), result_of(STOCK)
+    if form == "reduce_scatter_tensor" and not AT_LEAST_2_12:  # the fake backend writes no output
+        assert ours.shape == stock.shape
+    else:
+        assert torch.equal(ours, stock)
 
 
 @in_worlds((8, 5))

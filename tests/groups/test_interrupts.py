@@ -18,6 +18,7 @@ from helpers.crew import Crew
 from helpers.replaced import replace_everywhere
 from helpers.tiers import in_tiers
 from helpers.turns import say_when_compared, wait_for_comparison, wait_until_they_wait
+from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._torch_compat.creation import create_by_members
@@ -187,6 +188,10 @@ class _InterruptsAtLine:
         return self
 
 
+@pytest.mark.skipif(
+    not AT_LEAST_2_12,
+    reason="c10d of 2.11 knows a group's name some lines before it finds it by it",
+)
 @pytest.mark.parametrize("lazy", [False, True])
 def test_wherever_it_was_interrupted_the_group_is_whole_at_the_next_try(lazy: bool) -> None:
     usual, line, is_interrupted = sys.gettrace(), 0, True

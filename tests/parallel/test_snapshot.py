@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from helpers.crew import Crew
 from helpers.forked import Forked
+from helpers.versions import AT_LEAST_2_12
 from meshverse import init_device_mesh
 from meshverse.parallel import Snapshot
 from meshverse.parallel.snapshot.file import names_in
@@ -199,6 +200,7 @@ def _train_staged(root: Path) -> tuple[int | None, float, float]:
     return loaded, job.step(), loss
 
 
+@pytest.mark.skipif(not AT_LEAST_2_12, reason="the stager of torch 2.11 fails at its second state")
 def test_a_staged_state_is_saved_as_it_was_when_it_was_staged(crew: Crew, tmp_path: Path) -> None:
     for step, again, loss in crew.run(_train_staged, 4, tmp_path):
         assert (step, again) == (3, loss)

@@ -125,9 +125,11 @@ def test_importing_changes_two_attributes_of_torch(ended: dict[str, tuple[int, s
 def test_importing_loads_nothing_costly_and_subpackages_when_they_are_named(
     ended: dict[str, tuple[int, str]],
 ) -> None:
+    # Meshverse imports the compiler of 2.11 (see above), and that imports FSDP.
+    costly = ["torch.distributed.fsdp"] * MESHES_ARE_PLAIN_CLASSES
     assert ended["loading"] == (
         0,
-        "[]\nTrue []\nplan examine\nmeshverse.parallel False\n",
+        f"{costly}\nTrue []\nplan examine\nmeshverse.parallel False\n",
     )
 
 

@@ -29,6 +29,7 @@ from helpers.crew import Crew
 from helpers.sleeping import sleep
 from helpers.tiers import in_tiers
 from helpers.training import make_model, tensor_parallel
+from helpers.versions import needs_one_split
 from meshverse import DeviceMesh, init_device_mesh, isolate
 from meshverse.parallel import Reshard, Snapshot
 
@@ -681,6 +682,7 @@ def test_another_kind_of_default_group_is_refused(
         assert "is bound to a device differently" in message
 
 
+@needs_one_split
 def test_groups_are_split_off_the_new_default_group(
     bound_crew: Crew, via_store_library: Path, tmp_path: Path
 ) -> None:
