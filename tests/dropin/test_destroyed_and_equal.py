@@ -226,9 +226,12 @@ def _compiled(form: str, how: str) -> bool:
     return is_right and torch.equal(compiled(x, again), function(x, again))
 
 
+_AGAIN_COMPILED = [(form, how) for form in _COMPILED for how in _AGAIN]
+
+
 @pytest.mark.parametrize(
     ("form", "how"),
-    in_tiers([(form, how) for form in _COMPILED for how in _AGAIN], [("slice", "one axis")]),
+    in_tiers(_AGAIN_COMPILED, [("slice", "one axis")], _AGAIN_COMPILED[::3]),
 )
 def test_compiled_functions_use_the_groups_of_the_mesh_that_was_made_again(
     crew: Crew, form: str, how: str

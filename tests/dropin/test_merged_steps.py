@@ -141,7 +141,7 @@ def _all_wrong(views: str, rows: tuple[int, ...]) -> list[str]:
             *[(views, size, _ROWS) for views in _VIEWS for size in (4, 6)],
         ],
         [(views, 4, (5, 8)) for views in _SHORT[::2]],
-        [(views, 4, _ROWS) for views in _SHORT],
+        [(views, 4, _ROWS) for views in _SHORT[1::2]],
     ),
 )
 def test_every_view_gathers_all_rows(

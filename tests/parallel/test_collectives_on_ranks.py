@@ -226,6 +226,7 @@ def _held() -> tuple[set[str], int, int]:
     return group_names(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.long
 def test_closing_frees_what_was_made(fresh_crew) -> None:
     for before, during, after in fresh_crew.run(_close_twice, 4):
         assert len(during[0]) > len(before[0])

@@ -394,7 +394,7 @@ def test_missing_keys_get_the_values_of_a_new_model_if_they_are_allowed(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("has_older", [True, False])
+@pytest.mark.parametrize("has_older", in_tiers([True, False], [True], []))
 def test_a_save_that_is_killed_leaves_the_older_checkpoint_or_none(
     tmp_path: Path, has_older: bool
 ) -> None:

@@ -44,7 +44,10 @@ def _one_raises_before(n_failures: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("n_failures", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "n_failures",
+    [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.sweep)],
+)
 def test_a_rank_that_raised_before_a_move_builds_the_next(crew: Crew, n_failures: int) -> None:
     crew.run(_one_raises_before, 3, n_failures)
 

@@ -66,7 +66,10 @@ def _go_on(root: Path, copies: int, replicas: int) -> tuple[int | None, list[flo
 
 @pytest.mark.parametrize(
     ("copies", "replicas", "lost"),
-    [(1, 1, "host0"), pytest.param(0, 2, "nothing", marks=pytest.mark.long)],
+    [
+        pytest.param(1, 1, "host0", marks=pytest.mark.long),
+        pytest.param(0, 2, "nothing", marks=pytest.mark.sweep),
+    ],
 )
 def test_losses_after_a_load_equal_those_without_one(
     crew: Crew, tmp_path: Path, copies: int, replicas: int, lost: str

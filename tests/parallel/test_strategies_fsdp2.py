@@ -285,8 +285,8 @@ def _infer_unsharded() -> Any:
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ({"tp_size": 2}, {"dp_replicate_size": 2}),
-        pytest.param({"dp_replicate_size": 2}, {"tp_size": 2}, marks=pytest.mark.long),
+        pytest.param({"tp_size": 2}, {"dp_replicate_size": 2}, marks=pytest.mark.long),
+        pytest.param({"dp_replicate_size": 2}, {"tp_size": 2}, marks=pytest.mark.sweep),
         pytest.param({"cp_size": 2}, {"tp_size": 2, "cp_size": 2}, marks=pytest.mark.long),
     ],
 )

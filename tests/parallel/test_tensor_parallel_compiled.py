@@ -85,11 +85,8 @@ def _errors(folder: str, checkpointing: Any) -> list[tuple[float, str]]:
         return [largest_error(_run(model, each), _run(plain, each), 1e-2) for each in _LENGTHS]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "checkpointing",
-    ["full", *(pytest.param(each, marks=pytest.mark.sweep) for each in (False, "selective"))],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("checkpointing", [False, "full", "selective"])
 def test_batches_of_several_lengths_equal_one_process(
     crew: Crew, tmp_path_factory: pytest.TempPathFactory, checkpointing: Any
 ) -> None:

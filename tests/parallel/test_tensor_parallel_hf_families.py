@@ -48,8 +48,8 @@ _SECONDS = 600  # for a family, on a busy machine
 _SHORT = ("llama", "qwen3", "deepseek_v2", "doge")
 # Sets of styles that many plans have, and kinds of attention in them.
 _LONG = (
-    *("gpt_neox", "phi3", "cohere", "olmo2", "gemma2", "gemma3n_text", "granite_swa"),
-    *("mixtral", "deepseek_v3", "qwen3_next", "jamba", "gpt_oss", "llama4_text"),
+    *("gpt_neox", "cohere", "gemma3n_text", "granite_swa"),
+    *("deepseek_v3", "qwen3_next", "jamba", "gpt_oss"),
 )
 
 # Its experts, which the plan hands out, take a weight for every expert.

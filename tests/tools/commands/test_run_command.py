@@ -103,7 +103,8 @@ def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("share", in_tiers(["mesh", "world"], ["world"]))
+@pytest.mark.long
+@pytest.mark.parametrize("share", in_tiers(["mesh", "world"], ["world"], []))
 def test_every_rank_of_torchrun_has_our_meshes(share: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_TRAINS)
     done = _torchrun(tmp_path, "--share", share, "train.py", "--share", "none", "--", "-m")

@@ -161,7 +161,7 @@ def test_the_error_says_in_what_ranks_disagree() -> None:
     )
 
 
-@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.sweep), 2])
 def test_a_rank_that_does_not_come_is_named_in_time(missing: int) -> None:
     store = None if missing else dist.TCPStore("127.0.0.1", 0, is_master=True)
     port = held_port() if store is None else store.port
