@@ -28,7 +28,6 @@ _CASES = [
     ("qwen3_moe", "ep 2 x tp 2", True),
 ]
 _SHORT = [
-    ("llama", "2 replicas x fsdp 2", True),
     ("llama", "pp 2 x tp 2", True),
     ("mixtral", "ep 2 x tp 2", False),
 ]

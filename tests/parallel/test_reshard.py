@@ -414,6 +414,7 @@ def _many_runs() -> tuple[int, int, int]:
     return tuple(b - a for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.long
 def test_many_runs_leave_nothing(crew: Crew) -> None:
     for tensors, files, threads in crew.run(_many_runs, 2, timeout=300):
         assert (tensors, files) == (0, 0)

@@ -90,6 +90,7 @@ def _begin_anew(root: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_a_job_that_finds_a_part_of_a_step_begins_like_one_that_finds_nothing(
     crew: Crew, tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def _train_staged(root: Path) -> tuple[int | None, float, float]:
     return loaded, job.step(), loss
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not AT_LEAST_2_12, reason="the stager of torch 2.11 fails at its second state")
 def test_a_staged_state_is_saved_as_it_was_when_it_was_staged(crew: Crew, tmp_path: Path) -> None:
     for step, again, loss in crew.run(_train_staged, 4, tmp_path):

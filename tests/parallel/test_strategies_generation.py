@@ -151,6 +151,7 @@ def sampled(sizes: dict[str, int]) -> list[list[int]]:
     return tokens.tolist()
 
 
+@pytest.mark.long
 def test_ranks_of_tp_sample_the_same(crew: Crew) -> None:
     first, second, *others = crew.run(sampled, 4, {"tp_size": 2})
     assert [first, second] == [second, first]

@@ -180,7 +180,8 @@ def trained(sizes: dict[str, int], kind: str) -> tuple[float, set[str]]:
     return max((seen[name] - each).abs().max().item() for name, each in expected.items()), changed
 
 
-@pytest.mark.parametrize("kind", in_tiers(["lora", "pretrained_model"], ["lora"]))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", in_tiers(["lora", "pretrained_model"], ["lora"], []))
 def test_training_under_fsdp2_equals_one_process(crew: Crew, kind: str) -> None:
     for difference, changed in crew.run(trained, 4, {"tp_size": 2}, kind):
         assert difference < 1e-5
