@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
-from meshverse.agreement import Description
+from meshverse.agreement import ComparedCalls, Description, RanksDifferError
 from meshverse.agreement.mismatch import _differences
 from meshverse.agreement.program_line import program_line
+from meshverse.run_store import Run, RunStore
 
 
 def _call(
@@ -51,6 +53,31 @@ def _call(
 )
 def test_differences_are_named(one: Description, other: Description, expected: list[str]) -> None:
     assert sorted(_differences([one, other])) == sorted(expected)
+
+
+def test_an_error_that_the_program_has_not_got_is_raised_again() -> None:
+    kept = dist.HashStore()
+    mine, theirs = (RunStore(kept, Run(rank, 4)) for rank in range(2))
+    here, there = ComparedCalls(), ComparedCalls()
+    for name in ("a", "b"):
+        here.compare(mine, name, _call(0, {name: 4}), [], n_ranks=2)
+
+    def differ(name: str) -> None:
+        other = _call(1, {name: 2})._replace(digest="another")
+        with pytest.raises(RanksDifferError):
+            there.compare(theirs, name, other, [], n_ranks=2)
+
+    differ("b")
+    with pytest.raises(RanksDifferError, match="axis b"):
+        here.check(mine)
+    differ("a")
+    with pytest.raises(RanksDifferError, match="axis a") as raised:
+        here.check(mine)
+    here.note_raised(raised.value)
+    with pytest.raises(RanksDifferError, match="axis b") as raised:
+        here.check(mine)
+    here.note_raised(raised.value)
+    here.check(mine)
 
 
 def test_the_line_is_that_of_the_program() -> None:

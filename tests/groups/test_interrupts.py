@@ -190,7 +190,7 @@ class _InterruptsAtLine:
 
 @pytest.mark.skipif(
     not AT_LEAST_2_12,
-    reason="c10d of 2.11 knows a group's name some lines before it finds it by it",
+    reason="c10d of 2.11 notes a group's name some lines before it registers the group",
 )
 @pytest.mark.parametrize("lazy", [False, True])
 def test_wherever_it_was_interrupted_the_group_is_whole_at_the_next_try(lazy: bool) -> None:

@@ -37,7 +37,10 @@ class Allocated(NamedTuple):
 
 
 def allocated() -> Allocated:
-    """Skips the test where the C library does not say (before glibc 2.33, and others)."""
+    """Return what is allocated after a garbage collection.
+
+    Skips the test if the C library does not say: before glibc 2.33, and in others.
+    """
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         pytest.skip("the C library has no mallinfo2")

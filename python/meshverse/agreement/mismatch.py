@@ -235,10 +235,10 @@ class ComparedCalls(WorldState):
             if both := store.read(_mismatch_key(ranks)):
                 raise self._error(ranks, both, is_raised=False)
 
-    def note_raised(self) -> None:
-        """Note that the program gets the error which `check` raised."""
+    def note_raised(self, error: RanksDifferError) -> None:
+        """Note that the program gets this error, which `check` raised."""
         for calls in dict(self._by_ranks).values():
-            calls.has_raised = bool(calls.mismatch)
+            calls.has_raised |= calls.mismatch == str(error)
 
     def stop(self, ranks: str, why: str) -> None:
         """Compare no more calls of a set of ranks: this rank's call numbers may differ from theirs.

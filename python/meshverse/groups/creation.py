@@ -298,14 +298,14 @@ def _join(
             check=check,
             has_group=has_group,
         ).attempt
-    except RanksDifferError:
-        calls.note_raised()
+    except RanksDifferError as difference:
+        calls.note_raised(difference)
         raise
     except RuntimeError as error:
         try:
             calls.check(store)  # if ranks disagree, that is why the others did not join
-        except RanksDifferError:
-            calls.note_raised()
+        except RanksDifferError as difference:
+            calls.note_raised(difference)
             raise
         except dist.DistError:
             pass  # the store failed; `error` says more

@@ -29,7 +29,7 @@ class WithoutDropout(TorchFunctionMode):
     ) -> Any:
         keywords = keywords or {}
         if function in _DROPOUT:
-            return next(iter((*arguments, *keywords.values())))
+            return arguments[0] if arguments else keywords["input"]
         if function is F.scaled_dot_product_attention:
             keywords = {**keywords}
             if len(arguments) > _PLACE:

@@ -212,8 +212,6 @@ class PipelineSchedule:
         parameters = [each for stage in self.stages for each in stage.parameters()]
         gradients = [each.grad for each in parameters]
         try:
-            for parameter in parameters:  # torch's first run of a stage adds to gradients, or drops
-                parameter.grad = None
             return self._run(self._evaluation.eval, self._evaluated, inputs, target, keywords)
         finally:
             for stage in self.stages:  # where FSDP2 left whole parameters, they have no gradients
