@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from meshverse._torch_compat.creation import create_connected
-from meshverse._torch_compat.groups import check_backend, end_group, find_group
-from meshverse._torch_compat.options import is_backend_options
+from meshverse._torch_compat.backends import check_backend, is_backend_options
+from meshverse._torch_compat.c10d_creation import create_connected
+from meshverse._torch_compat.c10d_groups import end_group, find_group
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.locks import Claim

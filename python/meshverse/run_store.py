@@ -53,6 +53,8 @@ class Run:
         self._mark = os.urandom(8).hex()  # distinguishes this run's count from an earlier run's
         self._number: int | None = None
         self._users: set[object] = set()  # those that may have keys in the store
+        self._highest_key = f"meshverse/{world_size}/runs"
+        self._own_key = f"{self._highest_key}/{rank}"
 
     def number(self, store: Any) -> int:
         """Return the number of the run, from 1.
@@ -111,14 +113,6 @@ class Run:
         """Forget who may have keys in the store: the default group has ended."""
         with state_lock:
             self._users.clear()
-
-    @property
-    def _own_key(self) -> str:
-        return f"meshverse/{self.world_size}/runs/{self.rank}"
-
-    @property
-    def _highest_key(self) -> str:
-        return f"meshverse/{self.world_size}/runs"
 
 
 def _is_kept_by_launcher() -> bool:

@@ -21,8 +21,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from meshverse._torch_compat.backends import Creation, creation_of
-from meshverse._torch_compat.groups import (
+from meshverse._torch_compat.backends import (
+    Creation,
+    all_ranks_reason,
+    creation_blocks,
+    split_devices,
+)
+from meshverse._torch_compat.c10d_groups import (
     can_be_reconfigured,
     clone_store,
     current_default_group,
@@ -33,9 +38,9 @@ from meshverse._torch_compat.groups import (
     thread_id,
     world_lifetime,
 )
-from meshverse._torch_compat.groups import set_up_device as set_up_torch_device
+from meshverse._torch_compat.c10d_groups import set_up_device as set_up_torch_device
 from meshverse._torch_compat.private_names import ProcessGroup, StockDeviceMesh
-from meshverse.layouts.computed import computed
+from meshverse.attributes import computed
 from meshverse.locks import state_changed, state_lock
 from meshverse.options.group_options import NO_OVERRIDE, GroupOptions
 
@@ -106,7 +111,7 @@ class World:
         self._default_group = weakref.ref(default_group)
         self.may_change = can_be_reconfigured(default_group)
         self.run = Run(self.rank, self.size)
-        self._clones = threading.local()  # further connections to the store, one per thread
+        self._clones = threading.local()  # further clients of the store, one per thread
         self._creations: dict[str, Creation] = {}
         self.axes_of_default_group: dict[str, None] = {}
         self._was_passed = False  # to `destroy_process_group(group)`, which ended this world
@@ -258,26 +263,26 @@ class World:
 
     @property
     def store(self) -> Any | None:
-        """This thread's connection to the default group's store.
+        """This thread's client of the default group's store.
 
         None if ranks cannot have a rendezvous in that store; see `store_allows_rendezvous`.
         """
         if self._store_allows_rendezvous is None:
             self._store_allows_rendezvous = store_allows_rendezvous(self.default_group)
-        return self.connection if self._store_allows_rendezvous else None
+        if not self._store_allows_rendezvous:
+            return None
+        return self.store_client(self.default_group)
 
-    @property
-    def connection(self) -> Any:
-        """This thread's connection to the store: in the main thread, the default group's own.
+    def store_client(self, default_group: ProcessGroup) -> Any:
+        """Return this thread's client of the store: in the main thread, the default group's own.
 
-        A connection is blocked while c10d waits in the store for other ranks. If two threads of a
-        rank shared one, and so did two threads of another rank, they could wait for each other in
-        a deadlock.
+        A client is blocked while c10d waits in the store for other ranks. If two threads of a rank
+        shared one, and so did two threads of another rank, they could wait for each other in a
+        deadlock.
+
+        Args:
+            default_group: the default group of this world.
         """
-        return self.connection_of(self.default_group)
-
-    def connection_of(self, default_group: ProcessGroup) -> Any:
-        """Return `connection`, for a caller that has read the default group already."""
         store = store_of(default_group)
         if self.is_main_thread():
             return store
@@ -306,7 +311,12 @@ class World:
         """Return how groups of this backend are created. Computed once."""
         known = self._creations.get(backend)
         if known is None:
-            known = self._creations[backend] = creation_of(self.default_group, backend)
+            group = self.default_group
+            known = self._creations[backend] = Creation(
+                split_devices(group, backend) is not None,
+                all_ranks_reason(group, backend),
+                creation_blocks(backend),
+            )
         return known
 
     def set_up_device(self, mesh: StockDeviceMesh, device_type: str) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from meshverse.agreement import ComparedCalls, Description, RanksDifferError
 from meshverse.agreement.mismatch import _differences
-from meshverse.agreement.program_line import program_line
+from meshverse.program_line import program_line
 from meshverse.run_store import Run, RunStore
 
 

@@ -359,6 +359,10 @@ def test_a_traceback_begins_with_the_error_itself(ask: Callable[[DeviceMesh], An
         ),
         (lambda: init_device_mesh("CPU", (8,)), r"device_type='CPU'.*Did you mean 'cpu'\?"),
         (lambda: DeviceMesh("gpu", [4, 5]), r"device_type='gpu'.*Did you mean 'cuda'\?"),
+        (
+            lambda: init_mesh_partition("gpu", {"a": {"mesh_shape": (8,)}})["a"],
+            r"device_type='gpu'.*Did you mean 'cuda'\?",
+        ),
     ],
 )
 def test_odd_input_that_torch_accepts_is_warned_of(make: Callable[[], Any], message: str) -> None:

@@ -16,8 +16,8 @@ import torch
 from helpers.forked import Forked
 from helpers.worlds import in_worlds
 from meshverse import DeviceMesh, Topology, init_device_mesh, isolate
-from meshverse.agreement.program_line import program_line
 from meshverse.parallel import get_flat_mesh, get_submesh
+from meshverse.program_line import program_line
 from meshverse.tools.commands.main import main
 
 _AXES = ("dp_shard", "tp")

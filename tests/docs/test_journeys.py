@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 import meshverse
 from helpers.crew import Crew
 from meshverse.agreement import rendezvous
+from meshverse.universe.meshes import UniverseMeshes
 
 _PAGE = Path(__file__).parents[2] / "docs" / "journeys.md"
 _PACKAGE = str(Path(meshverse.__file__).parent) + os.sep
@@ -129,12 +130,12 @@ class _Journey(NamedTuple):
 
 
 _JOURNEYS = {
-    "a slice, the first time": _Journey(_mesh, lambda mesh: mesh["tp"], 6, 21),
+    "a slice, the first time": _Journey(_mesh, lambda mesh: mesh["tp"], 6, 20),
     "a slice, again": _Journey(_mesh_with_slice, lambda mesh: mesh["tp"], 1, 1),
-    "init_device_mesh": _Journey(lambda: None, lambda _: _mesh(), 26, 154),
-    "init_device_mesh with options": _Journey(_mesh, lambda _: _mesh_with_options(), 25, 129),
+    "init_device_mesh": _Journey(lambda: None, lambda _: _mesh(), 26, 150),
+    "init_device_mesh with options": _Journey(_mesh, lambda _: _mesh_with_options(), 26, 129),
     "unflatten, known groups": _Journey(_unflattened, _unflatten, 5, 13),
-    "unflatten, a new group": _Journey(_flat, _unflatten, 18, 98),
+    "unflatten, a new group": _Journey(_flat, _unflatten, 19, 93),
 }
 
 
@@ -190,6 +191,25 @@ def test_a_call_goes_through_no_more_functions(fresh_crew: Crew, name: str) -> N
         assert _cells(found[0]) == _cells(_table(path))
     assert len(path) <= journey.n_files
     assert sum(map(len, path.values())) <= journey.n_functions
+
+
+def test_the_spine_goes_through_the_functions_of_the_table() -> None:
+    page = _PAGE.read_text(encoding="utf-8")
+    found = _between("init_device_mesh").search(page)
+    assert found
+    cells = _cells(found[0])
+    recorded = {(file, name.strip("`")) for file, names in cells.items() for name in names}
+    spine = re.search(r"```\n(init_device_mesh .+?)```", page, flags=re.DOTALL)
+    assert spine
+    calls = re.findall(r"^ *([\w.]+)(?: +(\w[\w/]+\.py))?", spine[1], flags=re.MULTILINE)
+    file, missing = "", []
+    for name, its_file in calls:
+        file = its_file or file
+        if (file, name) not in recorded:
+            missing.append(name)
+    assert missing == ["DeviceMesh._take_group_names", "UniverseMeshes.add"]  # after c10d's call
+    assert callable(_Mesh._take_group_names)
+    assert callable(UniverseMeshes.add)
 
 
 def test_every_table_of_the_page_is_recorded() -> None:

@@ -209,7 +209,7 @@ def _groups_of_the_same_steps(family: Family) -> int:
 def test_avoided_are_the_groups_that_stock_makes_besides(world) -> None:
     stock = _groups_of_the_same_steps(STOCK)
     ours = _groups_of_the_same_steps(OURS)
-    (universe,) = World.current().state(WorldUniverses).kept
+    (universe,) = World.current().state(WorldUniverses).with_groups
     report = universe.explain()
     assert report.created == ours == 2
     assert report.created + report.avoided == stock == 5

@@ -129,7 +129,7 @@ def test_a_fork_while_a_thread_is_in_the_middle(
     reached, go_on = threading.Event(), threading.Event()
     with fake_world(8, 5):
         mesh = _mesh(isolate="mine")
-        World.current().state(WorldUniverses).kept = _Kept([mesh.universe])
+        World.current().state(WorldUniverses).with_groups = _Kept([mesh.universe])
 
         def pause() -> None:
             reached.set()
@@ -154,7 +154,7 @@ def test_a_handler_ends_meshes_in_the_middle(
 ) -> None:
     with fake_world(8, 5):
         mesh, seen = _mesh(isolate="mine"), list[object]()
-        World.current().state(WorldUniverses).kept = _Kept([mesh.universe])
+        World.current().state(WorldUniverses).with_groups = _Kept([mesh.universe])
 
         def handle(number: int, frame: object) -> None:
             _mesh(isolate="of a handler").abort()
@@ -219,7 +219,7 @@ def test_a_fork_while_threads_wait_for_a_group(monkeypatch: pytest.MonkeyPatch) 
 
     def use(universe: Universe) -> None:
         cache, layout = universe.groups._by_axis, Layout.from_shape((2, 4))
-        key = universe.groups._builder.usual_key
+        key = universe.groups._builder.default_key
         for axis in layout:  # not one of them waits for a thread of the parent
             assert (
                 cache.get_or_create(axis, key, lambda: "made in the child") == "made in the child"

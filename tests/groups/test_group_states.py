@@ -13,8 +13,8 @@ from helpers.forks import status_of_fork
 from helpers.replaced import replace_everywhere
 from helpers.worlds import in_worlds
 from meshverse import init_device_mesh
-from meshverse._torch_compat.groups import find_group
-from meshverse._torch_compat.suspension import resume, suspend
+from meshverse._torch_compat.c10d_groups import find_group
+from meshverse._torch_compat.c10d_suspension import resume, suspend
 from meshverse.groups.creation import create_by_members
 from meshverse.groups.group import Group, State
 from meshverse.groups.registry import GroupRegistry

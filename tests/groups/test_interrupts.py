@@ -21,9 +21,9 @@ from helpers.turns import say_when_compared, wait_for_comparison, wait_until_the
 from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
-from meshverse._torch_compat.creation import create_by_members
-from meshverse._torch_compat.groups import end_group
-from meshverse.device_mesh import logged_once
+from meshverse._torch_compat.c10d_creation import create_c10d_group
+from meshverse._torch_compat.c10d_groups import end_group
+from meshverse.device_mesh import mesh_warnings
 from meshverse.universe.registry import universes_here
 from meshverse.world import World
 
@@ -71,7 +71,7 @@ def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
     mesh = _mesh(lazy=True) if lazy else None
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0 and place == "creation":
-            replace_everywhere(patch, create_by_members, _interrupt)
+            replace_everywhere(patch, create_c10d_group, _interrupt)
         elif dist.get_rank() == 0 and place == "connected":
             patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", _InterruptsWhenConnected)
         elif dist.get_rank() == 0:
@@ -106,7 +106,7 @@ def test_members_can_try_again_after_one_was_interrupted(
 def _fails_on_one(lazy: bool) -> list[str]:
     """Rank 2 alone cannot connect a group that rank 3 gets; then all try again."""
     seen, mesh = [], _mesh(lazy=True, seconds=60) if lazy else None
-    create, rank, store = create_by_members, dist.get_rank(), World.current().store
+    create, rank, store = create_c10d_group, dist.get_rank(), World.current().store
 
     def create_together(*arguments: Any, **named: Any) -> Any:
         group = create(*arguments, **named)
@@ -122,7 +122,7 @@ def _fails_on_one(lazy: bool) -> list[str]:
     for is_first in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if is_first:
-                replace_everywhere(patch, create_by_members, create_together)
+                replace_everywhere(patch, create_c10d_group, create_together)
             try:
                 mesh = mesh if lazy and is_first else _mesh(lazy=lazy, seconds=60)
                 mesh.get_group("tp")
@@ -179,7 +179,11 @@ class _InterruptsAtLine:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if code.co_name not in ("create_by_members", "_new_process_group_helper"):
+        if code.co_name not in (
+            "create_by_members",
+            "create_c10d_group",
+            "_new_process_group_helper",
+        ):
             return None if code.co_filename.startswith("<") else self
         if event == "line":
             self.left -= 1
@@ -318,7 +322,7 @@ def _tries_again_alone(number: signal.Signals, place: str, others_too: bool) -> 
             if is_first and rank == 0 and place in _GROUPS:
                 patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", InterruptsOnce)
             elif is_first and rank == 0:
-                patch.setattr(logged_once, "register_root", interrupted)
+                patch.setattr(mesh_warnings, "register_root", interrupted)
             try:
                 if mesh is None or others_too:
                     mesh = _mesh(lazy=False, seconds=60)

@@ -163,7 +163,7 @@ OF_UNIVERSE_INSIDE: dict[str, Question] = {
         mesh.universe.groups.key_digest(axis, name)
         for axis, name in zip(mesh.layout, mesh.group_names or (), strict=False)
     ],
-    "known names": lambda mesh: mesh.universe.groups.known_names(
+    "known names": lambda mesh: mesh.universe.groups.request_known(
         mesh.description.layout, mesh.description.labels
     ),
     "known": lambda mesh: [

@@ -19,7 +19,12 @@ import torch.distributed as dist
 from helpers import jitter
 from helpers.replaced import replace_everywhere
 from meshverse import locks
-from meshverse._torch_compat import creation, groups
+from meshverse._torch_compat.c10d_creation import (
+    create_c10d_group,
+    create_c10d_groups,
+    split_c10d_group,
+)
+from meshverse._torch_compat.c10d_groups import clone_store, end_group
 from meshverse.groups.group import Group
 from meshverse.universe.groups import UniverseGroups
 
@@ -33,8 +38,8 @@ KINDS = CREATES_ENTRY, MAKES_GROUP, STATE_LOCK = (
 )
 _C10D = {"_new_process_group_helper", "_abort_process_group", "destroy_process_group", "new_group"}
 _OF_C10D = [
-    *(creation.create_by_members, creation.create_by_split, creation.create_by_all),
-    *(groups.clone_store, groups.end_group),
+    *(create_c10d_group, create_c10d_groups, split_c10d_group),
+    *(clone_store, end_group),
 ]
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from helpers import via_store
 from meshverse._core import OptionsKey
-from meshverse._torch_compat.options import IGNORED_OPTION_FIELDS, said_timeout
+from meshverse._torch_compat.backends import IGNORED_OPTION_FIELDS, explicit_timeout_of
 from meshverse.options.group_options import _copy as copy_of
 
 _C10dOptions: Any = torch._C._distributed_c10d.Backend.Options
@@ -386,5 +386,5 @@ def test_cpp_options_extended_in_python(via_store_library: Path) -> None:
 
 def test_constructors_that_refuse_say_no_default() -> None:
     options = PickyOptions(2)
-    assert said_timeout(options) == timedelta(minutes=30)
+    assert explicit_timeout_of(options) == timedelta(minutes=30)
     assert _key(options) == _key(copy_of(options))

@@ -55,7 +55,7 @@ def test_names_that_are_checked_at_import_are_listed() -> None:
     assert listed.isdisjoint(newer), "a torch without it would be refused"
 
 
-def test_every_file_of_the_room_is_read() -> None:
+def test_every_file_of_the_folder_is_read() -> None:
     assert {file for files in names_read().values() for file in files} < {
         file.stem for file in COMPAT.glob("*.py")
     }

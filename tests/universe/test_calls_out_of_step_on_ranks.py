@@ -86,7 +86,7 @@ def _again_after_some_failed(folder: str) -> tuple[str, list[int]]:
     short = timedelta(seconds=4)  # short-timeout: it must elapse
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            join, calls = creation._join, list[int]()
+            join, calls = creation._rendezvous, list[int]()
 
             def fail_second(*arguments: Any) -> Any:
                 calls.append(1)
@@ -94,7 +94,7 @@ def _again_after_some_failed(folder: str) -> tuple[str, list[int]]:
                     raise OSError("trouble on this rank")
                 return join(*arguments)
 
-            patch.setattr(creation, "_join", fail_second)
+            patch.setattr(creation, "_rendezvous", fail_second)
         mesh = None
         try:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, timeout=short)

@@ -114,7 +114,7 @@ def test_threads_that_make_a_universes_first_mesh_make_one_root() -> None:
             assert roots == [universe.root]
             assert {id(mesh._get_root_mesh()) for mesh in meshes} == {id(universe.root)}
             universe.destroy()
-            assert World.current().state(WorldUniverses).kept == []
+            assert World.current().state(WorldUniverses).with_groups == []
 
 
 def _of_sizes(universe: Universe, inner: int) -> DeviceMesh:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import meshverse
 from helpers.worlds import FakeWorld, in_worlds
 from meshverse import init_device_mesh
-from meshverse.groups.creation import describe
+from meshverse.groups.creation import group_desc
 
 
 @in_worlds(FakeWorld(8, 5))
@@ -53,7 +53,7 @@ def test_a_lazy_group_is_described_by_all_axes_and_its_ranks(world) -> None:
     ],
 )
 def test_a_description_has_at_most_60_characters(axes, ranks, text) -> None:
-    found = describe(axes, ranks)
+    found = group_desc(axes, ranks)
     assert len(found) <= 60
     assert text is None or found == text
     assert text is not None or found.endswith("]")

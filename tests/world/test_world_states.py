@@ -52,10 +52,10 @@ def test_a_world_that_ends_keeps_no_universe_and_no_group() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         universes = _current().state(WorldUniverses)
-        assert universes.kept == [mesh.universe]
+        assert universes.with_groups == [mesh.universe]
         assert mesh.universe.process_groups
         dist.destroy_process_group()
-        assert universes.kept == []
+        assert universes.with_groups == []
         assert not mesh.universe.process_groups
 
 

@@ -1,4 +1,6 @@
-"""How groups of a backend are created: by which ranks, by a split or not, blocking or not.
+"""Backends of c10d: their names and options, and how process groups of each are created.
+
+By which ranks groups are created, by a split or not, blocking or not:
 
 | property of the backend or of torch | how groups are created |
 |---|---|
@@ -16,13 +18,15 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from datetime import timedelta
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .groups import current_default_group, default_backend, ensure_registered
-from .options import options_of
+from meshverse._core import fresh_like
+
 from .private_names import BackendOptions, ProcessGroup, c10d, c10d_core
 
 # 2.13 and newer can split only the backends of some devices.
@@ -35,42 +39,58 @@ _SPLITS_SAME_ONLY = "requested_backend" in inspect.signature(c10d._get_split_sou
 # 2.15 and newer give torchcomms the rank and the size of a group, so its members can create it.
 _TORCHCOMMS_BY_MEMBERS = hasattr(c10d, "_create_torchcomms_backend")
 
+# Fields of options objects that c10d itself sets for each group (`split_*` on NCCL's options), or
+# that an options key already contains separately (`_timeout`, `backend`). 2.11-2.15.
+IGNORED_OPTION_FIELDS = frozenset(
+    {
+        "_timeout",
+        "backend",
+        "global_ranks_in_group",
+        "group_name",
+        "split_color",
+        "split_from",
+    }
+)
+_NOT_CPP = (FunctionType, type(None))  # types of an `__init__` in Python, and of a missing one
 
-class Creation(NamedTuple):
-    """How groups of a backend are created.
 
-    Attributes:
-        splits: whether they are split off the default group.
-        all_ranks_reason: why all ranks must create them together, if they are not split off; None
-            if the members of a group can create it alone.
-        blocks: whether creating a group may block until all its members call.
+# --- names ----------------------------------------------------------------------------------------
+
+
+def default_backend(group: ProcessGroup) -> str:
+    """Return the backend string of a group, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    return str(c10d._world.pg_map[group][0])
+
+
+def canonical_backend(backend: str) -> str:
+    """Return a backend string in c10d's spelling, which is in lower case."""
+    return str(dist.Backend(backend))
+
+
+def ensure_registered(backend: str) -> None:
+    """Let c10d register a backend by this name, if it does so at a backend's first use. 2.15."""
+    register = getattr(dist.Backend, "_ensure_backend_registered", None)
+    if register is not None:
+        register(backend)
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError if c10d has no such backend, before anything is created.
+
+    Args:
+        backend: backend string: one name ("gloo"), or one per device type ("cpu:gloo,cuda:nccl").
     """
-
-    splits: bool
-    all_ranks_reason: str | None
-    blocks: bool
-
-
-def creation_of(default_group: ProcessGroup, backend: str) -> Creation:
-    """Return how groups of this backend are created beside this default group."""
-    return Creation(
-        can_split(default_group, backend),
-        all_ranks_reason(default_group, backend),
-        creation_blocks(backend),
-    )
-
-
-def bound_to_device(group: ProcessGroup) -> bool:
-    """Whether the group is bound to a device (`device_id=`), and so connects eagerly."""
-    return getattr(group, "bound_device_id", None) is not None
-
-
-def _uses_torchcomms(backend: str) -> bool:
-    if not getattr(torch.distributed.config, "use_torchcomms", False):
-        return False
-    # Before 2.15, torchcomms creates all backends.
-    handles = getattr(c10d, "_torchcomms_handles_backend", None)
-    return handles is None or bool(handles(backend))
+    names = [part.rpartition(":")[2].lower() for part in backend.split(",")]
+    for name in names:
+        ensure_registered(name)
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"Unknown backend {name!r} in {backend!r}: torch.distributed knows {known}. "
+                "Use one of these, or register yours with torch.distributed.Backend."
+                "register_backend first."
+            )
 
 
 def by_device(backend: str) -> Mapping[str, str]:
@@ -92,6 +112,128 @@ def backend_in_words(backend: str) -> str:
     if backend != dist.Backend.UNDEFINED:
         return backend
     return ",".join(f"{device}:{name}" for device, name in by_device(backend).items())
+
+
+def _names(backend: str) -> set[str]:
+    """Return the names in a backend string, which has one backend or one per device type."""
+    return {part.rpartition(":")[2] for part in backend.split(",")}
+
+
+# --- options objects and timeouts -----------------------------------------------------------------
+
+
+def is_backend_options(value: object) -> bool:
+    """Whether the value is an options object of c10d, such as `ProcessGroupNCCL.Options`."""
+    return isinstance(value, c10d_core.Backend.Options)
+
+
+def options_timeout(options: BackendOptions | None) -> timedelta | None:
+    """Return the timeout of an options object, or None if it has none."""
+    return getattr(options, "_timeout", None)
+
+
+def set_timeout(options: BackendOptions, timeout: timedelta) -> None:
+    """Set the timeout of an options object of c10d; leave other objects as they are."""
+    if is_backend_options(options):
+        options._timeout = timeout
+
+
+def options_of(backend: Any) -> BackendOptions | None:
+    """Return the options that a backend was created with; None if it does not keep them.
+
+    MPI, UCC and C++ backends without `getBackendOptions` keep none: the attribute is missing, or
+    raises RuntimeError behind c10d's debug wrapper. 2.11-2.15.
+    """
+    try:
+        return backend.options
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def explicit_timeout_of(options: BackendOptions | None) -> timedelta | None:
+    """Return the timeout that the user set on an options object; None if it is the default."""
+    timeout = options_timeout(options)
+    if options is None or timeout == options_timeout(fresh_like(options)):
+        return None
+    return timeout
+
+
+def new_like(value: Any) -> Any | None:
+    """Return a new object of the same type, without running its Python constructor.
+
+    So it has no Python attributes. None if its C++ base class cannot be constructed: this calls it
+    without arguments and, for c10d's options, with a backend and a timeout. 2.11-2.15.
+    """
+    kind = type(value)
+    base: Any = next(
+        base for base in kind.__mro__ if not isinstance(vars(base).get("__init__"), _NOT_CPP)
+    )
+    arguments: list[tuple[Any, ...]] = [()]
+    if is_backend_options(value):
+        arguments.append((value.backend, value._timeout))
+    for given in arguments:
+        try:
+            new = base.__new__(kind)
+            base.__init__(new, *given)
+        except TypeError:
+            continue
+        return new
+    return None
+
+
+def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
+    """Return the timeout of groups of this backend for which the user sets none.
+
+    If the user passed `init_process_group` a timeout that is not c10d's default, it is that one,
+    which torch itself does not use for other groups. Otherwise it is c10d's default for `backend`.
+    """
+    usual = c10d._get_default_timeout
+    default_name = default_backend(default_group)
+    given = timeout_of(default_group)
+    if given is not None and given != usual(dist.Backend(default_name)):
+        return given
+    return usual(dist.Backend(backend))
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """Return the timeout of a group; None if none of its backends keeps options to read it from.
+
+    All backends of a group have the same timeout.
+    """
+    backends = (group._get_backend(device) for device in group._device_types)
+    timeouts = (options_timeout(options_of(backend)) for backend in backends)
+    return next((timeout for timeout in timeouts if timeout is not None), None)
+
+
+# --- how groups are created -----------------------------------------------------------------------
+
+
+class Creation(NamedTuple):
+    """How groups of a backend are created.
+
+    Attributes:
+        splits: whether they are split off the default group.
+        all_ranks_reason: why all ranks must create them together, if they are not split off; None
+            if the members of a group can create it alone.
+        blocks: whether creating a group may block until all its members call.
+    """
+
+    splits: bool
+    all_ranks_reason: str | None
+    blocks: bool
+
+
+def bound_to_device(group: ProcessGroup) -> bool:
+    """Whether the group is bound to a device (`device_id=`), and so connects eagerly."""
+    return getattr(group, "bound_device_id", None) is not None
+
+
+def _uses_torchcomms(backend: str) -> bool:
+    if not getattr(torch.distributed.config, "use_torchcomms", False):
+        return False
+    # Before 2.15, torchcomms creates all backends.
+    handles = getattr(c10d, "_torchcomms_handles_backend", None)
+    return handles is None or bool(handles(backend))
 
 
 def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.device]] | None:
@@ -117,11 +259,6 @@ def split_devices(group: ProcessGroup, backend: str) -> dict[str, list[torch.dev
         return None
     can = all(group._get_backend(each[0]).supports_splitting for each in devices.values())
     return devices if can else None
-
-
-def can_split(group: ProcessGroup, backend: str) -> bool:
-    """Whether groups of this backend are split off this default group."""
-    return split_devices(group, backend) is not None
 
 
 def split_options(group: ProcessGroup) -> BackendOptions | None:
@@ -168,7 +305,7 @@ def creation_blocks(backend: str) -> bool:
     groups themselves, such as "threaded". 2.11-2.15.
     """
     wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.is_gloo_available()
-    default_group = current_default_group()
+    default_group = dist.GroupMember.WORLD
     connects = default_group is not None and bound_to_device(default_group)
     return not all(
         name == "threaded"
@@ -188,11 +325,6 @@ def _is_classic_nccl(name: str) -> bool:
     if registered is None:
         return name == "nccl" and not hasattr(c10d, "_create_nccl_process_group")
     return registered.creator_fn is getattr(c10d, "_create_nccl_process_group", None)
-
-
-def _names(backend: str) -> set[str]:
-    """Return the names in a backend string, which has one backend or one per device type."""
-    return {part.rpartition(":")[2] for part in backend.split(",")}
 
 
 def needs_own_world_group(group: ProcessGroup) -> bool:

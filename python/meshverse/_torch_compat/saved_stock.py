@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from .groups import find_group
-from .layouts import FLATTENED_ARE_DISTINCT, from_torch_layout, to_torch_layout
+from .c10d_groups import find_group
 from .private_names import StockDeviceMesh
+from .stock_layouts import FLATTENED_ARE_DISTINCT, from_torch_layout, to_torch_layout
 
 
 class StockState(NamedTuple):

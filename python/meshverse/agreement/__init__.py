@@ -3,7 +3,6 @@
 - `rendezvous`: ranks wait for each other, above all before c10d connects a process group.
 - `deadlock`: the search for ranks that wait for one another in different rendezvous.
 - `mismatch`: the comparison of the calls in which ranks request process groups.
-- `program_line`: the line of the user's program, for messages.
 
 Counts of compared calls and numbers of rendezvous attempts are kept per world, that is, per default
 process group, from `init_process_group` to its end. A revived world keeps its counts of calls, and
@@ -16,12 +15,12 @@ ranks and strings.
 from __future__ import annotations
 
 from .mismatch import ComparedCalls, Description, RanksDifferError, check_by_default
-from .rendezvous import KeptError, Rendezvous
+from .rendezvous import LeftoverError, Rendezvous
 
 __all__ = [
     "ComparedCalls",
     "Description",
-    "KeptError",
+    "LeftoverError",
     "RanksDifferError",
     "Rendezvous",
     "check_by_default",

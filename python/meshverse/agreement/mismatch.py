@@ -138,7 +138,7 @@ class ComparedCalls(WorldState):
                 calls.mismatch, calls.why_stopped = "", "the ranks disagreed before revive()"
                 calls.has_raised = False
 
-    def keep(self, compared: Collection[str], n_universes: Mapping[str, int]) -> None:
+    def keep_counts(self, compared: Collection[str], n_universes: Mapping[str, int]) -> None:
         """Keep the counts of these sets of ranks and drop the others.
 
         All ranks of a set must pass it.

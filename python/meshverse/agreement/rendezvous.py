@@ -11,10 +11,10 @@ deadlock (see `deadlock`) writes a failure as the outcome, and all members that 
 attempt get it. A member that joins later continues with the next attempt; if members contribute
 strings, it gets the failure too.
 
-A member may have got the group in a call that failed all the same, for example because of a Ctrl-C
-right after. It calls again, and cannot know whether the others will. So it goes on with the group
-that it has, without waiting, and writes this as the outcome of the rendezvous for the next group
-like it. If others call again, they go on with that group too.
+A call may fail on a member that has got the group, for example because of a Ctrl-C right after.
+That group is a *leftover*. If the member calls again, it cannot know whether the others will. So it
+uses the leftover, without waiting, and writes this as the outcome of the rendezvous for the next
+group like it. If others call again, they use that group too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ALL_JOINED = "all joined"  # begins the outcome of a success; the members' strings follow
-_KEPT = "kept "  # begins the outcome if a member keeps to an earlier group, whose name follows
+_LEFTOVER = "leftover "  # begins the outcome if a member uses a leftover, whose name follows
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.5
 _CHECK_SECONDS = 1.0  # between two calls of `check`
@@ -52,9 +52,9 @@ _NAMED = 16  # most members that a message names
 _MOST_READ = 1_000  # most members whose strings are looked up to find missing members
 
 
-def _without_kept(outcome: str) -> str:
-    """Return an outcome as an error of a member that lacks the group which another one kept."""
-    if not outcome.startswith(_KEPT):
+def _without_leftover(outcome: str) -> str:
+    """Return an outcome as an error of a member that lacks the leftover of another one."""
+    if not outcome.startswith(_LEFTOVER):
         return outcome
     _, name, who = outcome.split(" ", 2)
     return (
@@ -77,8 +77,8 @@ class Joined(NamedTuple):
     texts: list[str]
 
 
-class KeptError(Exception):
-    """Signal that the members of a rendezvous keep to a group that they have already.
+class LeftoverError(Exception):
+    """Signal that the members of a rendezvous use a leftover: a group that they have already.
 
     Attributes:
         name: c10d name of that group.
@@ -123,10 +123,10 @@ class Rendezvous(WorldState):
             check: function that is called about once a second; it raises if waiting is pointless.
             text: string that this rank contributes. All members must pass one, or none.
             has_group: function that returns whether this rank has the group of a c10d name. If it
-                is not passed, groups that other members keep are ignored.
+                is not passed, leftovers of other members are ignored.
 
         Raises:
-            KeptError: a member keeps to a group that this rank has too.
+            LeftoverError: a member uses a leftover that this rank has too.
             RuntimeError: the members are in a deadlock, some did not join in time, or one left. All
                 members that waited get the same message.
             Whatever `check` raises; the other members get a RuntimeError that quotes it.
@@ -148,34 +148,35 @@ class Rendezvous(WorldState):
                 if attempt.is_complete:
                     self._complete.add(name)
                 self._next_attempts[name] = number + 1
-            if outcome.startswith(_KEPT) and has_group is not None:
-                kept = outcome.split(" ")[1]
-                if has_group(kept):
+            if outcome.startswith(_LEFTOVER) and has_group is not None:
+                leftover = outcome.split(" ")[1]
+                if has_group(leftover):
                     self._next_attempts[name] = number  # it has this outcome for later calls too
-                    raise KeptError(kept)
+                    raise LeftoverError(leftover)
             if outcome.startswith(_ALL_JOINED):
                 return Joined(number, _unpacked(outcome.removeprefix(_ALL_JOINED)))
             if text is not None or not was_immediate:
-                raise RuntimeError(_without_kept(outcome))
+                raise RuntimeError(_without_leftover(outcome))
 
-    def keep(self, world: World, name: str, kept: str) -> None:
-        """Have the other members of a rendezvous keep to a group that they have; see the module.
+    def set_leftover(self, world: World, name: str, leftover: str) -> None:
+        """Have the other members of a rendezvous use a group that they have; see the module.
 
         One store operation; more if attempts have failed.
 
         Args:
             world: world of the members.
             name: name of the rendezvous.
-            kept: c10d name of the group that this rank keeps to.
+            leftover: c10d name of the group, which this rank uses.
         """
         store = world.run_store
         assert store is not None
-        outcome = f"{_KEPT}{kept} on rank {world.rank}, which got this group in a call that failed"
+        who = f"on rank {world.rank}, which got this group in a call that failed"
+        outcome = f"{_LEFTOVER}{leftover} {who}"
         while True:
             number = self._next_attempts.get(name, 0)
             key = f"rendezvous/{name}/{number}"
             found = store.put_first(f"{key}/outcome", outcome)
-            if found.startswith(_KEPT):
+            if found.startswith(_LEFTOVER):
                 if key not in self._joined_first.get(name, ()):
                     self._joined_first.setdefault(name, []).append(key)
                 return
@@ -367,8 +368,9 @@ class _Attempt:
     # --- where other members wait ---------------------------------------------------------------
 
     def _look_for_deadlock(self) -> None:
+        from meshverse.program_line import program_line
+
         from .deadlock import Wait, find_deadlock, note_key
-        from .program_line import program_line
 
         if not self._is_noted and self._own.may_note():
             self._is_noted = True

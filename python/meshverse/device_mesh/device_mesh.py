@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from typing_extensions import Self
 
 from meshverse._core import Layout, RankGroups, RankMap
-from meshverse._torch_compat.groups import lacks_a_group, resolve_group, set_up_device
-from meshverse._torch_compat.layouts import (
+from meshverse._torch_compat.c10d_groups import lacks_a_group, resolve_group, set_up_device
+from meshverse._torch_compat.one_graph import compiles_one_graph, is_one_graph_traced
+from meshverse._torch_compat.private_names import ProcessGroup, TorchLayout
+from meshverse._torch_compat.stock_layouts import (
     FLATTENED_ARE_DISTINCT,
     FLATTENING_GIVES_MESH,
     equals_stock,
@@ -29,8 +31,6 @@ from meshverse._torch_compat.layouts import (
     to_torch_layout,
     with_flattened_tag,
 )
-from meshverse._torch_compat.one_graph import compiles_one_graph, is_one_graph_traced
-from meshverse._torch_compat.private_names import ProcessGroup, TorchLayout
 from meshverse._torch_compat.tracing import (
     is_stocks_own,
     outside_torch_modes,
@@ -38,8 +38,8 @@ from meshverse._torch_compat.tracing import (
     stock_concatenate,
     warn_as_stock,
 )
-from meshverse.graphs import traced_coordinate
-from meshverse.layouts.computed import assignable, computed
+from meshverse.attributes import assignable, computed
+from meshverse.coordinate_op import traced_coordinate
 from meshverse.layouts.derivation import (
     MeshDescription,
     axis_index,
@@ -58,7 +58,7 @@ from meshverse.layouts.user_input import (
     read_groups,
     read_mesh,
     read_ranks,
-    warn_of_odd_input,
+    warn_of_suspicious_input,
 )
 from meshverse.options.group_options import (
     NO_OVERRIDE,
@@ -83,7 +83,7 @@ from meshverse.wording import did_you_mean
 from meshverse.world import World
 
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
-from .group_names import DeferredGroupNames, GroupNames, NoGroupNames, prepare_for_graph
+from .lazy_names import DeferredGroupNames, GroupNames, NoGroupNames, prepare_for_graph
 
 if TYPE_CHECKING:
     from meshverse.tools.pictures import Picture
@@ -208,7 +208,7 @@ class DeviceMesh(StockDeviceMesh):
                 universe = universe_of_default_mesh(layout, rank_map)
         names = check_axis_names(mesh_dim_names or None, len(layout))  # torch accepts () too
         if _root_mesh is None:
-            warn_of_odd_input(device_type, mesh_dim_names, len(layout), stacklevel=2)
+            warn_of_suspicious_input(device_type, mesh_dim_names, len(layout), stacklevel=2)
         tags = normalize_tags(isolate, names, len(layout), tags_before)
         if _root_mesh is not None and not _init_backend:
             # torch is deriving a mesh, to which it will give existing groups. So an `isolate` block
@@ -251,7 +251,7 @@ class DeviceMesh(StockDeviceMesh):
         known = None if universe is None else universe.known_part(rank_map)
         if known is not None:
             known.meshes.check_names(description)
-        self._describe(description)
+        self._set_description(description)
         if not self._may_have_groups:
             init_backend = False
             if World.current() is None and rank is None:
@@ -271,7 +271,7 @@ class DeviceMesh(StockDeviceMesh):
                     description.layout, description.labels, overrides, description.tags, call=call
                 )
             self._take_group_names(names)
-            known.meshes.keep(self)
+            known.meshes.add(self)
             if is_new:
                 _register_root(self)
             else:
@@ -321,7 +321,7 @@ class DeviceMesh(StockDeviceMesh):
                 )
             ]
         )
-        result._universe.meshes.keep(result)
+        result._universe.meshes.add(result)
         _register_root(result)
         return result
 
@@ -331,15 +331,10 @@ class DeviceMesh(StockDeviceMesh):
     ) -> Self:
         """Create a mesh of this class without interning it in the universe."""
         mesh = object.__new__(cls)
-        mesh._fill(universe, description, group_names)
+        mesh._set_description(description)
+        mesh._enter(universe)
+        mesh._take_group_names(group_names)
         return mesh
-
-    def _fill(
-        self, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
-    ) -> None:
-        self._describe(description)
-        self._enter(universe)
-        self._take_group_names(group_names)
 
     @staticmethod
     def _in_universe(
@@ -352,7 +347,7 @@ class DeviceMesh(StockDeviceMesh):
             return known
         return universe.meshes.intern(DeviceMesh._made(universe, description, group_names), key)
 
-    def _describe(self, description: MeshDescription) -> None:
+    def _set_description(self, description: MeshDescription) -> None:
         self._description = description
         # One step is faster than reading the fields by name.
         self._device_type, layout, self._mesh_dim_names, self._preserve_rank_order, _, _ = (
@@ -369,14 +364,14 @@ class DeviceMesh(StockDeviceMesh):
         self._slices = {}
         self._hash = None
         self._identity = (universe.rank_map, universe.token, self._description)
-        if universe.meshes.keeps_coordinates:
-            self._keep_coordinate()
+        if universe.meshes.stores_coordinates:
+            self._store_coordinate()
         else:
             _check_coordinates()
-        # If this mesh has isolation tags, `UniverseMeshes.intern` may set another root.
+        # `UniverseMeshes.intern` changes it for a universe's first mesh, and for one with tags.
         root = universe.meshes.root
         self._root_mesh = None if root is self else root
-        if universe.size <= _SMALL_UNIVERSE:
+        if universe.size <= _SMALL_UNIVERSE:  # torch will read the hash
             DeviceMesh.__hash__(self)  # a subclass's own may read what its `__init__` sets later
 
     # --- properties -----------------------------------------------------------------------------
@@ -548,7 +543,7 @@ class DeviceMesh(StockDeviceMesh):
         tags = mesh.tags and list(map(mesh.tags.__getitem__, indices))
         description = slice_axes(mesh, names, mesh.layout, indices, tags)
         group_names: Sequence[str] | None = self._names_of_groups
-        if group_names:  # None if the mesh has no groups, empty on a rank outside the mesh
+        if group_names:
             group_names = list(map(group_names.__getitem__, indices))
         if is_isolated:
             return self._derive(description, group_names)
@@ -829,11 +824,13 @@ class DeviceMesh(StockDeviceMesh):
 
     # Ours read these two: a subclass may use the public names for something else.
     @property
-    def _owns_groups(self) -> bool:
+    def _has_groups(self) -> bool:
         return not isinstance(self._dim_group_names, NoGroupNames)
 
     @property
     def _names_of_groups(self) -> tuple[str, ...] | None:
+        # Everywhere in this file: None if the mesh has no process groups; empty on a rank outside
+        # the mesh; else one name per axis.
         names = self._dim_group_names
         return None if isinstance(names, NoGroupNames) else tuple(names)
 
@@ -944,7 +941,7 @@ class DeviceMesh(StockDeviceMesh):
         return self._device_type != "xla"  # as in torch
 
     def _check_groups(self) -> None:
-        if not self._owns_groups:
+        if not self._has_groups:
             self._refuse_groups()
 
     def _refuse_groups(self) -> None:
@@ -981,7 +978,7 @@ class DeviceMesh(StockDeviceMesh):
         """
         universe, preserve_rank_order = self._universe, self._preserve_rank_order
         if not (overrides or tags or preserve_rank_order):
-            known = universe.groups.known_names(layout, names, first)
+            known = universe.groups.request_known(layout, names, first)
             if known is not None:
                 return known
         made = universe.groups.get_or_make(
@@ -994,7 +991,7 @@ class DeviceMesh(StockDeviceMesh):
             first=first,
         )
         if not preserve_rank_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
-            from .logged_once import warn_of_sorted_ranks
+            from .mesh_warnings import warn_of_sorted_ranks
 
             warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
         return [group.name for group in made if group.name is not None]
@@ -1279,7 +1276,7 @@ class DeviceMesh(StockDeviceMesh):
             return False
         if mine.world is theirs.world or self._may_be_of(theirs.world):
             return True
-        return theirs.rank_was_passed and not other._owns_groups
+        return theirs.rank_was_passed and not other._has_groups
 
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
         # A stock mesh does not know its world; this assumes the current one.
@@ -1325,7 +1322,7 @@ class DeviceMesh(StockDeviceMesh):
         universe = self._universe
         if universe.world is world or universe.world is None or world is None:
             return True
-        return universe.rank_was_passed and not self._owns_groups
+        return universe.rank_was_passed and not self._has_groups
 
     def __hash__(self) -> int:
         # Equal meshes of either class have equal hashes.
@@ -1409,10 +1406,10 @@ class DeviceMesh(StockDeviceMesh):
         if type(self) is DeviceMesh:
             return self
         twin = self._made(self._universe, self._description, self._names_of_groups)
-        if twin._owns_groups:
+        if twin._has_groups:
             self._universe.meshes.note(twin)
         else:  # so that bind() finds it
-            self._universe.meshes.keep(twin)
+            self._universe.meshes.add(twin)
         return twin
 
     def _reduced(self) -> Any:
@@ -1490,7 +1487,7 @@ class DeviceMesh(StockDeviceMesh):
         if known is None or replaces_equal or _n_tags(flattened) > _n_tags(known):
             self._flatten_mapping[name] = flattened
 
-    def _keep_coordinate(self) -> None:
+    def _store_coordinate(self) -> None:
         """Compute this rank's coordinate now, for all later reads."""
         position = self._universe.position
         layout = self._description.layout
@@ -1542,7 +1539,7 @@ class DeviceMesh(StockDeviceMesh):
             promised.universe = self._universe
         return mesh
 
-    def _join(self, universe: Universe) -> None:
+    def _move_to(self, universe: Universe) -> None:
         """Enter a universe, for `Universe.bind`: use its groups, and create those it lacks."""
         block = current_tag()
         tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
@@ -1560,7 +1557,7 @@ class DeviceMesh(StockDeviceMesh):
                 description.layout, description.labels, (), tags, call="bind"
             )
         self._take_group_names(names)
-        universe.meshes.keep(self)
+        universe.meshes.add(self)
 
 
 def _check_coordinates() -> None:
@@ -1576,7 +1573,7 @@ def _joined_group_names(axes: Iterable[tuple[DeviceMesh, int]]) -> list[str] | N
     """
     joined: list[str] = []
     for mesh, index in axes:
-        if not mesh._owns_groups:
+        if not mesh._has_groups:
             return None
         joined.extend((mesh._names_of_groups or ())[index : index + 1])
     return joined
@@ -1599,6 +1596,6 @@ def _own_attributes(mesh_class: type) -> frozenset[str]:
 
 
 def _register_root(mesh: DeviceMesh) -> None:
-    from .logged_once import register_root
+    from .mesh_warnings import register_root
 
     register_root(mesh)

@@ -69,7 +69,7 @@ def source_of(ranks: Any) -> DeviceMesh | None:
     if reference is None or not _fsdp2_is_creating():
         return None
     source = reference()
-    return source if source is not None and source._owns_groups else None
+    return source if source is not None and source._has_groups else None
 
 
 def universe_of_default_mesh(layout: Layout, rank_map: RankMap) -> Universe | None:

@@ -20,7 +20,7 @@ from meshverse.layouts.user_input import (
     has_rest,
     read_rank_map,
     read_shape,
-    warn_of_odd_input,
+    warn_of_suspicious_input,
 )
 from meshverse.options.group_options import (
     BackendOverride,
@@ -135,7 +135,8 @@ def init_device_mesh(
 def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
     """Return a function that builds a mesh, after all checks that need no other rank.
 
-    This creates no universe and no process group; the function does.
+    This creates no universe and no process group; the function does. So `init_mesh_partition`
+    checks all its meshes before it builds the first one.
 
     Args:
         arguments: arguments of `init_device_mesh`, by name.
@@ -150,22 +151,19 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
         shape = fill_rest(shape, *_rest_of(shape, ranks, universe))
     layout = Layout.from_shape(shape)
     names = check_axis_names(get("mesh_dim_names"), len(shape))
-    warn_of_odd_input(device_type, get("mesh_dim_names"), len(shape), stacklevel=3)
+    warn_of_suspicious_input(device_type, get("mesh_dim_names"), len(shape), stacklevel=3)
     if topology is not None or traffic is not None:
         ranks = _ordered(layout, names, ranks, topology, traffic, universe)
     rank_map = _rank_map_for(layout, ranks, universe)
-    settings: dict[str, Any] = {}
-    timeout, options, lazy = get("timeout"), get("options"), get("lazy")
-    given = (timeout, options, topology, get("check_consistency"))
-    if lazy or any(each is not None for each in given):
-        settings = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
-        if not lazy:
-            settings.pop("lazy", None)
+    settings = {name: get(name) for name in _OF_UNIVERSE if get(name) is not None}
+    if not get("lazy"):
+        settings.pop("lazy", None)
+    if settings:
         # An existing universe or part keeps the settings that it was created with.
         if universe is not None and universe.known_part(rank_map) is not None:
             raise _belongs_to_universe(settings)
         # The universe checks these too, but only after the default process group was started.
-        Defaults.of(timeout, options)
+        Defaults.of(get("timeout"), get("options"))
     preserve_rank_order = get("preserve_rank_order")
     if preserve_rank_order is None:
         preserve_rank_order = not rank_map.is_sorted()

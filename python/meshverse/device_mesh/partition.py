@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshverse._core import Layout
@@ -87,10 +87,11 @@ def init_mesh_partition(
     ranks = _ranks_of_parts(parts, common.get("universe"))
     _check_disjoint(ranks)
     _check_world(ranks)
-    planned = {
-        name: plan_mesh({"device_type": device_type, **common, **part, "ranks": ranks[name]})
-        for name, part in parts.items()
-    }
+    planned: dict[str, Callable[[], DeviceMesh]] = {}
+    # In a comprehension, `plan_mesh` would blame the wrong line in its warnings until Python 3.12.
+    for name, part in parts.items():
+        arguments = {"device_type": device_type, **common, **part, "ranks": ranks[name]}
+        planned[name] = plan_mesh(arguments)
     return Partition((name, build()) for name, build in planned.items())
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshverse._core import AxisLayout, RankMap
 from meshverse._torch_compat.backends import backend_in_words
-from meshverse.groups.group import GroupRef, Origin, State, describe_origin
+from meshverse.groups.group import GroupRef, State
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import TopologyLike
@@ -371,9 +371,7 @@ def _joined(one: GroupRef, other: GroupRef) -> GroupRef:
         name: one.requests.get(name, 0) + other.requests.get(name, 0)
         for name in (*one.requests, *other.requests)
     }
-    maker = other if other.created else one
-    created = one.created or other.created
-    return replace(one, requests=requests, created=created, how=maker.origin)
+    return replace(one, requests=requests, created=one.created or other.created)
 
 
 def _explain_group(
@@ -395,13 +393,13 @@ def _explain_group(
         backend=backend_in_words(options.backend),
         tag=options.tag,
         options=str(options.key),
-        how=describe_origin(group),
+        how=group.origin,
         created=group.created,
         requests=requests,
         avoided=sum(requests.values()) - group.created if is_mine else 0,
         bytes_each=estimate_bytes(backend_in_words(options.backend), len(ranks), figures),
         suspended=group.state is State.SUSPENDED,
-        is_planned=group.origin is Origin.NOT_YET,
+        is_planned=group.is_planned,
         nodes=None if topology is None else topology.spans("node", ranks),
         salt=options.name_digest,
         over=over,

@@ -1,11 +1,6 @@
-"""Creation of the process groups of one axis. The first of these cases that applies decides how.
+"""Creation of the process groups of one axis, by all ranks or by their members.
 
-1. The axis is over all ranks, with default options: nothing is created, the axis uses the default
-   group, as in torch. (Not if torch itself would create a group; see `needs_own_world_group`.)
-2. The default group can be split for this backend (it is bound to a device; see `can_split`), and
-   the ranks of each group ascend: all ranks take part in one split of the default group.
-3. c10d needs all ranks (see `all_ranks_reason`): all ranks loop over all groups, as in torch.
-4. Otherwise: the members alone create the group, at once or when it is first used.
+`way_to_create` in `request` decides which; here is how.
 """
 
 from __future__ import annotations
@@ -20,15 +15,14 @@ import torch
 import torch.distributed as dist
 
 from meshverse._core import RankGroups
-from meshverse._torch_compat.backends import needs_own_world_group
-from meshverse._torch_compat.creation import (
+from meshverse._torch_compat.c10d_creation import (
     NEW_GROUP_KEEPS_ORDER,
-    create_by_split,
+    create_c10d_group,
+    create_c10d_groups,
     is_of_other_ranks,
+    split_c10d_group,
 )
-from meshverse._torch_compat.creation import create_by_all as create_group_by_all
-from meshverse._torch_compat.creation import create_by_members as create_group_by_members
-from meshverse._torch_compat.groups import end_group, find_group
+from meshverse._torch_compat.c10d_groups import end_group, find_group
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous
 from meshverse.locks import Claim
@@ -36,48 +30,28 @@ from meshverse.run_store import RunStore
 from meshverse.wording import rank_list
 from meshverse.world import World
 
-from .group import Group, Origin
+from .group import Group
 from .registry import GroupRegistry
-from .request import GroupRequest
-
-
-def needs_all_ranks(request: GroupRequest, world: World) -> bool:
-    """Return whether all ranks of the default group must take part in creating an axis's groups."""
-    return how(request, world)[0] in (Origin.SPLIT, Origin.BY_ALL)
-
-
-def how(request: GroupRequest, world: World) -> tuple[Origin, str | None]:
-    """Return how an axis's groups are created, and, for BY_ALL, why all ranks must take part."""
-    options = request.options
-    if (
-        request.axis.size == world.size
-        and options.key == world.default_options.key
-        and not needs_own_world_group(world.default_group)
-    ):
-        return Origin.DEFAULT_GROUP, None
-    creation = world.creation(options.backend)
-    if creation.splits and not request.preserve_rank_order:
-        return Origin.SPLIT, None
-    reason = creation.all_ranks_reason
-    return Origin.BY_ALL if reason else Origin.BY_MEMBERS, reason
+from .request import GroupRequest, Way
 
 
 def create_by_all(
-    request: GroupRequest, world: World, origin: Origin, name: str | None = None
+    request: GroupRequest, world: World, name: str | None = None
 ) -> ProcessGroup | None:
     """Create the groups of an axis. All ranks of the default group must call this together.
 
     Args:
         request: request of the axis.
         world: world of the groups.
-        origin: what `how` returned: SPLIT or BY_ALL.
-        name: for SPLIT, the c10d name of the group if it is being revived; else a new name is
+        name: for a split, the c10d name of the group if it is being revived; else a new name is
             made.
 
     Returns:
         This rank's group, or None if this rank is outside the rank map.
     """
-    return _split(request, world, name) if origin is Origin.SPLIT else _make_by_all(request, world)
+    if request.way is Way.SPLIT:
+        return _split(request, world, name)
+    return _make_by_all(request, world)
 
 
 def _split(request: GroupRequest, world: World, name: str | None) -> ProcessGroup | None:
@@ -89,14 +63,14 @@ def _split(request: GroupRequest, world: World, name: str | None) -> ProcessGrou
         # The name is used up even if the split fails, which may leave keys in the store: the next
         # split must not find them.
         name = _new_name(request, world)
-    return create_by_split(
+    return split_c10d_group(
         request.ordered(groups.ranks_of(request.position or 0)),
         world.default_group,
         backend=request.options.backend,
         backend_options=request.options.new_backend_options_for_split(world.default_group),
         timeout=request.options.timeout,
         name=name or f"{request.axis_name} of others",
-        description=describe([request.axis_name], request.my_ranks()),
+        description=group_desc([request.axis_name], request.my_ranks()),
     )
 
 
@@ -104,13 +78,13 @@ def _make_by_all(request: GroupRequest, world: World) -> ProcessGroup | None:
     groups = RankGroups(request.axis, request.rank_map)
     if request.preserve_rank_order and not NEW_GROUP_KEEPS_ORDER:
         return _make_by_all_in_order(request, groups, world)
-    return create_group_by_all(
+    return create_c10d_groups(
         groups.all().tolist(),
         backend=request.options.backend,
         backend_options=request.options.new_backend_options(),
         timeout=request.options.timeout,
         preserve_rank_order=request.preserve_rank_order,
-        description=describe([request.axis_name], request.my_ranks()),
+        description=group_desc([request.axis_name], request.my_ranks()),
     )
 
 
@@ -127,16 +101,16 @@ def _make_by_all_in_order(
     name = "" if request.position is None else _new_name(request, world)
     mine = None
     for index, ranks in enumerate(groups.all().tolist()):
-        made = create_group_by_members(
+        made = create_c10d_group(
             ranks,
             world.default_group,
-            world.connection,
+            world.store_client(world.default_group),
             backend=request.options.backend,
             backend_options=request.options.new_backend_options(),
             timeout=request.options.timeout,
             name=name if world.rank in ranks else f"{name} {index} of others",
             attempt="",
-            description=describe([request.axis_name], request.my_ranks()),
+            description=group_desc([request.axis_name], request.my_ranks()),
         )
         mine = made or mine
     return mine
@@ -146,8 +120,8 @@ def _new_name(request: GroupRequest, world: World) -> str:
     return world.state(GroupRegistry).new_name(request)
 
 
-def keep_to(group: Group, world: World) -> None:
-    """Have the other members use a kept group too, if they request one like it.
+def agree_on_leftover(group: Group, world: World) -> None:
+    """Have the other members use a leftover too, if they request a group like it.
 
     Backends that create groups without waiting have no rendezvous in which members could learn it:
     there, members that call again make a new group.
@@ -155,19 +129,19 @@ def keep_to(group: Group, world: World) -> None:
     ranks = group.request.my_ranks()
     if _store_for_rendezvous(group.request, ranks, world) is not None:
         name = world.state(GroupRegistry).next_name(group.request)
-        world.state(Rendezvous).keep(world, name, group.name)
+        world.state(Rendezvous).set_leftover(world, name, group.name)
 
 
 _LONGEST_DESCRIPTION = 60
 
 
-def describe(axes: Sequence[str], ranks: Sequence[int]) -> str:
+def group_desc(axes: Sequence[str], ranks: Sequence[int]) -> str:
     """Return a group's description in c10d's logs, profiler traces and flight recorder.
 
     It begins like that of torch's meshes, and has at most 60 characters. c10d copies it when it
     creates the group, so axes that share the group later are not in it.
 
-    >>> describe(["fsdp", "batch"], [0, 2, 4, 6]), describe(["tp"], [0, 1, 5])
+    >>> group_desc(["fsdp", "batch"], [0, 2, 4, 6]), group_desc(["tp"], [0, 1, 5])
     ('mesh_fsdp+batch[0-6:2]', 'mesh_tp[0-5, 3 ranks]')
     """
     where = f"[{_range(ranks)}]" if ranks else ""
@@ -191,12 +165,6 @@ def _range(ranks: Sequence[int]) -> str:
     return str(first) if count == 1 else f"{first}-{last}" + (f":{step}" if step > 1 else "")
 
 
-def _axes(group: Group) -> list[str]:
-    """Return the names of all axes that have requested a group so far, the first one first."""
-    asked = (name for ref in group.refs.alive() for name in list(ref.requests))
-    return list(dict.fromkeys((group.request.axis_name, *asked)))
-
-
 def create_by_members(
     group: Group,
     world: World,
@@ -212,33 +180,37 @@ def create_by_members(
         has_group: as in `Rendezvous.join`.
 
     Raises:
-        KeptError: the members use another group instead, which this rank has; see `keep_to`.
+        LeftoverError: the members use another group instead, which this rank has; see
+            `agree_on_leftover`.
         RanksDifferError: ranks are building different meshes.
         RuntimeError: other members did not join, or are in a deadlock with this rank; or c10d
             could not create the group.
     """
     request = group.request
     options, ranks = request.options, ranks or request.my_ranks()
-    attempt = _join(group, ranks, world, has_group)
+    attempt = _rendezvous(group, ranks, world, has_group)
+    requested = (name for ref in group.refs.alive() for name in list(ref.requests))
     default_group, backend_options = world.default_group, options.new_backend_options()
     create = partial(
-        create_group_by_members,
+        create_c10d_group,
         ranks,
         default_group,
-        world.connection_of(default_group),
+        world.store_client(default_group),
         backend=options.backend,
         backend_options=backend_options,
         timeout=options.timeout,
         name=group.name,
-        attempt=str(attempt or ""),
-        description=describe(_axes(group), ranks),
+        attempt=str(
+            attempt or ""
+        ),  # so that a first attempt has the same keys without a rendezvous
+        description=group_desc(list(dict.fromkeys((request.axis_name, *requested))), ranks),
     )
     try:
         if attempt is None or world.thread_id is not None:
             return create()
         # All members have joined, so c10d will not wait long, and the others will get the group: so
         # must this rank, whatever a signal handler raises meanwhile.
-        return _to_the_end(create, partial(end_group, group.name, abort=True))
+        return _uninterrupted(create, partial(end_group, group.name, abort=True))
     except RuntimeError as error:
         if find_group(group.name) is not None:
             raise  # it was created: a signal handler has raised this
@@ -262,12 +234,12 @@ def _could_not_create(
 
 
 def _store_for_rendezvous(request: GroupRequest, ranks: list[int], world: World) -> RunStore | None:
-    """Return the store in which the members have a rendezvous, or None; see `_join`."""
+    """Return the store in which the members have a rendezvous, or None; see `_rendezvous`."""
     waits = len(ranks) > 1 and world.creation(request.options.backend).blocks
     return world.run_store if waits else None
 
 
-def _join(
+def _rendezvous(
     group: Group, ranks: list[int], world: World, has_group: Callable[[str], bool] | None
 ) -> int | None:
     """Join the rendezvous of the group's members, if c10d would wait for them without a message.
@@ -314,7 +286,7 @@ def _join(
         group.have_all_joined = rendezvous.was_complete(group.name)
 
 
-def _to_the_end(
+def _uninterrupted(
     create: Callable[[], ProcessGroup | None], undo: Callable[[], object]
 ) -> ProcessGroup | None:
     """Create a group, whatever the signal handlers of this thread raise meanwhile.

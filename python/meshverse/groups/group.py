@@ -30,8 +30,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshverse._torch_compat.creation import find_interrupted
-from meshverse._torch_compat.groups import end_group, resolve_group, shrunk_from, when_destroyed
+from meshverse._torch_compat.c10d_creation import find_interrupted
+from meshverse._torch_compat.c10d_groups import (
+    end_group,
+    resolve_group,
+    shrunk_from,
+    when_destroyed,
+)
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.locks import Claim, WeakRegistry, state_changed, state_lock
 from meshverse.wording import rank_list
@@ -50,20 +55,6 @@ class State(enum.Enum):
     ENDED = enum.auto()
 
 
-class Origin(enum.Enum):
-    """Origin of a process group, as seen by the universe that lists it."""
-
-    DEFAULT_GROUP = enum.auto()  # the default group itself
-    SPLIT = enum.auto()  # split off the default group
-    BY_MEMBERS = enum.auto()  # created by its members
-    BY_ALL = enum.auto()  # created by all ranks
-    NOT_YET = enum.auto()  # planned: to be created at its first use
-    AT_FIRST_USE = enum.auto()  # was planned; this universe used it first, and so created it
-    SHARED = enum.auto()  # created by another universe, such as a part (see `Universe.part`)
-    USER_PROVIDED = enum.auto()  # created by the user
-    OTHER_UNIVERSE = enum.auto()  # of another universe's mesh, combined with a mesh of this one
-
-
 class Group:
     """A process group in this process. The module's docstring has its states and events.
 
@@ -74,17 +65,16 @@ class Group:
         handle: c10d's group, if it exists already.
         content: scope, ranks and options by which the registry also finds the group; None if it
             finds the group by name only.
-        borrowed: whether Meshverse does not own the group: the default group, or one that the user
-            created.
 
     Attributes:
         state: current state.
         handle: c10d's group while the state is live, else None.
+        is_lazy: whether a lazy universe requested it before it was live.
         was_live: whether it has ever been live.
         have_all_joined: whether all members have joined a rendezvous to create it. Then c10d may
             have created it on some of them only.
         refs: references not yet released. The group ends when the last one that owns it is
-            released (for a borrowed group, the last one). c10d's group is destroyed then only if
+            released (for a foreign group, the last one). c10d's group is destroyed then only if
             Meshverse created it.
     """
 
@@ -96,15 +86,14 @@ class Group:
         handle: ProcessGroup | None = None,
         *,
         content: tuple[Hashable, str, str] | None = None,
-        borrowed: bool = False,
     ) -> None:
-        self.name, self.request, self.borrowed = name, request, borrowed
+        self.name, self.request = name, request
         self.content = content
         self.state = State.PLANNED
         self._registry = registry.reference
         self.refs: WeakRegistry[GroupRef] = WeakRegistry()
         self.handle: ProcessGroup | None = None
-        self.was_live = self.have_all_joined = False
+        self.is_lazy = self.was_live = self.have_all_joined = False
         self._handles: list[weakref.ref[ProcessGroup]] = []  # of all its lives
         self._maker: int | None = None  # the thread that creates the group, if one does
         self._end = Claim()  # of the thread that ends c10d's group
@@ -172,7 +161,7 @@ class Group:
             RuntimeError: the group is neither live nor suspended.
             Whatever the backend raises; the group stays live then.
         """
-        from meshverse._torch_compat import suspension
+        from meshverse._torch_compat import c10d_suspension
 
         if self.state is State.SUSPENDED:
             return False
@@ -180,7 +169,7 @@ class Group:
         self.state = State.SUSPENDED  # before the backend acts, so that no thread begins to use it
         self._drop_handle()
         try:
-            suspension.suspend(handle)
+            c10d_suspension.suspend(handle)
         except BaseException:
             self._live(handle)
             raise
@@ -193,13 +182,13 @@ class Group:
             RuntimeError: the group is neither live nor suspended.
             Whatever the backend raises; the group stays suspended then.
         """
-        from meshverse._torch_compat import suspension
+        from meshverse._torch_compat import c10d_suspension
 
         if self.state is not State.SUSPENDED:
             self.live_handle()
             return False
         handle = resolve_group(self.name)
-        suspension.resume(handle)
+        c10d_suspension.resume(handle)
         self._live(handle)
         return True
 
@@ -210,7 +199,7 @@ class Group:
             self._drop_handle()
 
     def end(self, *, abort: bool) -> None:
-        """End the group. c10d's group is destroyed too, unless it is borrowed or gone already.
+        """End the group. c10d's group is destroyed too, unless it is foreign or gone already.
 
         Args:
             abort: abort its collectives, if the backend can, instead of waiting for them.
@@ -219,7 +208,7 @@ class Group:
             Whatever c10d raises; then a second call tries again.
         """
         with state_lock:
-            if self.borrowed or self.state not in (State.LIVE, State.SUSPENDED):
+            if self.is_foreign or self.state not in (State.LIVE, State.SUSPENDED):
                 self.note_ended()
                 return
             self._drop_handle()
@@ -263,7 +252,7 @@ class Group:
         for ref in self.refs.alive():
             ref.process_groups[self.name] = handle
             # At an eager first creation there is nothing to notify: no mesh has the group yet.
-            if ref.how is Origin.NOT_YET or was_live:
+            if self.is_lazy or was_live:
                 ref.notify()
         when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
@@ -282,6 +271,11 @@ class Group:
     # --- questions ------------------------------------------------------------------------------
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether it is the default group, or one that the user created."""
+        return self.request.way.borrows
+
+    @property
     def is_gone(self) -> bool:
         """Whether the group is destroyed or ended."""
         return self.state in (State.DESTROYED, State.ENDED)
@@ -290,7 +284,7 @@ class Group:
     def may_be_elsewhere(self) -> bool:
         """Whether other members may have the group too, which this process has and created."""
         is_alone = self.request.axis.size == 1
-        return self.state is State.LIVE and not (self.borrowed or is_alone)
+        return self.state is State.LIVE and not (self.is_foreign or is_alone)
 
     def live_handle(self) -> ProcessGroup:
         """Return c10d's group.
@@ -348,7 +342,7 @@ class Group:
                 "which their group ranks may differ. Make a mesh of the ranks that are left: "
                 "init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
             )
-        if self.state is State.ENDED or self.borrowed:
+        if self.state is State.ENDED or self.is_foreign:
             return (
                 f"The {what} was destroyed, by destroy_process_group(group) or with the universe "
                 "that made it. Make the mesh again; if you pass existing groups or meshes, pass "
@@ -380,28 +374,20 @@ class GroupRef:
     Attributes:
         request: first request for the group in this universe.
         process_groups: the universe's live groups by c10d name, kept up to date by `Group`.
-        group: the group; None if this rank is in no group of the axis.
-        name: c10d name of the group; None if this rank is in no group of the axis.
-        how: origin of the group as it was when this universe requested it; `origin` is the current
-            one.
-        created: whether this universe created the group, at the request or at the first use.
-        borrowed: whether the universe does not own the group: it is the default group, or one that
-            the user created, or one of a mesh of another universe that was combined with its own.
-        reason: why all ranks create the group together, if `how` is BY_ALL; else None.
-        requests: number of requests for the group, by axis name.
         owner: the universe's `UniverseGroups`, which is notified when the group becomes live or
             is no longer live.
+        group: the group; None if this rank is in no group of the axis.
+        name: c10d name of the group; None if this rank is in no group of the axis.
+        created: whether this universe created the group, at the request or at the first use.
+        requests: number of requests for the group, by axis name.
     """
 
     request: GroupRequest
     process_groups: dict[str, ProcessGroup]
-    group: Group | None
-    name: str | None
-    how: Origin
     owner: weakref.ref[Any]
+    group: Group | None = None
+    name: str | None = None
     created: bool = False
-    borrowed: bool = False
-    reason: str | None = None
     requests: dict[str, int] = field(default_factory=dict)
 
     def notify(self) -> None:
@@ -415,32 +401,31 @@ class GroupRef:
         self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
 
     @property
-    def origin(self) -> Origin:
-        """Current origin of the group: that of a planned group changes when it is created."""
-        if self.how is not Origin.NOT_YET or self.state in (State.PLANNED, State.BEING_MADE):
-            return self.how
-        return Origin.AT_FIRST_USE if self.created else Origin.SHARED
+    def borrowed(self) -> bool:
+        """Whether the universe does not own the group, and so never ends it."""
+        return self.request.way.borrows
 
     @property
     def state(self) -> State | None:
         """State of the group; None if this rank is in no group of the axis."""
         return None if self.group is None else self.group.state
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the group is not created yet."""
+        return self.state in (State.PLANNED, State.BEING_MADE)
 
-_ORIGINS = {
-    Origin.DEFAULT_GROUP: "the default group",
-    Origin.SPLIT: "split off the default group",
-    Origin.BY_MEMBERS: "created by its members",
-    Origin.BY_ALL: "created by all ranks",
-    Origin.NOT_YET: "not created yet (lazy)",
-    Origin.AT_FIRST_USE: "created by its members at first use",
-    Origin.SHARED: "shared with another mesh",
-    Origin.USER_PROVIDED: "given by the user",
-    Origin.OTHER_UNIVERSE: "of another universe",
-}
-
-
-def describe_origin(group: GroupRef) -> str:
-    """Return how a group was created, in words."""
-    words = _ORIGINS[group.origin]
-    return words if group.reason is None else f"{words} ({group.reason})"
+    @property
+    def origin(self) -> str:
+        """Where the group comes from, in words."""
+        way, group = self.request.way, self.group
+        if group is None or way.borrows:
+            words = way.value
+        elif self.is_planned:
+            words = "not created yet (lazy)"
+        elif not self.created:
+            words = "shared with another mesh"
+        else:
+            words = f"{way.value} at first use" if group.is_lazy else way.value
+        reason = self.request.all_ranks_reason
+        return words if reason is None else f"{words} ({reason})"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from meshverse._torch_compat.backends import creation_blocks
-from meshverse._torch_compat.groups import current_default_group
+from meshverse._torch_compat.c10d_groups import current_default_group
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.locks import state_lock
 from meshverse.world import World, WorldState
@@ -31,9 +31,9 @@ class GroupRegistry(WorldState):
     created. (torch's names count all groups of a process instead. Ranks that had created other
     groups before would give the next group different names, and wait until their timeout.)
 
-    A group that became live in a call that failed is *kept*: the other members may have it too, and
-    need not call again. The next calls that request a group of these ranks and options use it, in
-    whichever scope, as long as it is live.
+    A group that became live in a call that failed is a *leftover*: the other members may have it
+    too, and need not call again. The next calls that request a group of these ranks and options use
+    it, in whichever scope, as long as it is live.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class GroupRegistry(WorldState):
         self._by_name: dict[str, Group] = {}
         self._by_content: dict[tuple[Hashable, str, str] | None, Group] = {}
         self._times_named: Counter[str] = Counter()
-        self._kept: dict[tuple[str, str], Group] = {}  # by ranks and options
+        self._leftovers: dict[tuple[str, str], Group] = {}  # by ranks and options
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
     def __iter__(self) -> Iterator[Group]:
@@ -74,28 +74,30 @@ class GroupRegistry(WorldState):
         first = 1 if beyond_first else 0
         return {name for equal in names.values() if len(equal) > 1 for name in equal[first:]}
 
-    def acquire(self, scope: Hashable, ref: GroupRef) -> list[int]:
+    def attach(self, scope: Hashable, ref: GroupRef, *, lazy: bool) -> list[int]:
         """Attach the group that a reference requests, planned if it is new; return its ranks.
 
         Args:
             scope: scope of the group; see the class.
             ref: reference to attach the group to. This rank must be a member of the group.
+            lazy: whether the group is created at its first use, if it is not live.
         """
         request = ref.request
-        ranks, identity = request.my_ranks_and_identity()
+        ranks, identity = request.ranks_and_name_digest()
         content = scope, identity, request.options.digest
         with state_lock:
             group = self._by_content.get(content)
             if group is None or group.is_gone:
                 group = Group(self._new_name(identity), request, self, content=content)
                 self._by_content[content] = self._by_name[group.name] = group
+            group.is_lazy |= lazy and group.state is not State.LIVE
             self._add_ref(group, ref)
         return ranks
 
     def new_name(self, request: GroupRequest) -> str:
-        """Return a name for a group that all ranks create together. `acquire` does not find it."""
+        """Return a name for a group that all ranks create together. `attach` does not find it."""
         with state_lock:
-            return self._new_name(request.my_ranks_and_identity()[1])
+            return self._new_name(request.ranks_and_name_digest()[1])
 
     def _new_name(self, identity: str) -> str:
         times = self._times_named[identity]
@@ -104,23 +106,23 @@ class GroupRegistry(WorldState):
 
     def next_name(self, request: GroupRequest) -> str:
         """Return the name that the next new group of these ranks and options would get."""
-        identity = request.my_ranks_and_identity()[1]
+        identity = request.ranks_and_name_digest()[1]
         return f"meshverse-{identity}-{self._times_named[identity]}"
 
-    def find_kept(self, request: GroupRequest) -> Group | None:
-        """Return the kept group of these ranks and options, or None; see the class."""
-        if not self._kept:
+    def find_leftover(self, request: GroupRequest) -> Group | None:
+        """Return the leftover of these ranks and options, or None; see the class."""
+        if not self._leftovers:
             return None
         key = _content_in_all_scopes(request)
-        group = self._kept.get(key)
+        group = self._leftovers.get(key)
         if group is None or group.state is State.LIVE:
             return group
-        self._kept.pop(key, None)
+        self._leftovers.pop(key, None)
         return None
 
-    def keep(self, group: Group) -> None:
-        """Keep a live group for later calls; see the class."""
-        self._kept[_content_in_all_scopes(group.request)] = group
+    def add_leftover(self, group: Group) -> None:
+        """Have later calls use a live group; see the class."""
+        self._leftovers[_content_in_all_scopes(group.request)] = group
 
     def is_live(self, name: str) -> bool:
         """Return whether the group of this c10d name is live."""
@@ -133,7 +135,7 @@ class GroupRegistry(WorldState):
             group = self._by_name.get(handle.group_name)
             if group is None or group.is_gone:
                 name = handle.group_name
-                group = Group(name, ref.request, self, handle, borrowed=ref.borrowed)
+                group = Group(name, ref.request, self, handle)
                 self._by_name[group.name] = group
             self._add_ref(group, ref)
 
@@ -145,7 +147,7 @@ class GroupRegistry(WorldState):
         if group is not None:
             group.note_destroyed()
             self.n_destroyed = next(self._counter)
-            if group.borrowed:
+            if group.is_foreign:
                 self._by_name.pop(name, None)
 
     def share(self, group: Group, ref: GroupRef) -> None:
@@ -163,10 +165,10 @@ class GroupRegistry(WorldState):
     def release(self, ref: GroupRef, *, abort: bool = False, has_failed: bool = False) -> None:
         """Detach a reference's group, which ends without one that owns it; see `Group.refs`.
 
-        If the call that requested it has failed, a live group is kept instead; see the class.
+        If the call that requested it has failed, a live group stays as a leftover; see the class.
 
         Args:
-            ref: reference to which `acquire`, `add` or `share` attached a group.
+            ref: reference to which `attach`, `add` or `share` attached a group.
             abort: as for `Group.end`.
             has_failed: whether the call that requested it failed on this rank.
 
@@ -180,15 +182,15 @@ class GroupRegistry(WorldState):
             group.refs.discard(ref)
             ref.process_groups.pop(group.name, None)
             others = group.refs.alive()
-            references = [other for other in others if other.borrowed == group.borrowed]
-            if references or ref.borrowed != group.borrowed:
+            references = [other for other in others if other.borrowed == group.is_foreign]
+            if references or ref.borrowed != group.is_foreign:
                 return
             if group.state is State.PLANNED:
                 self.free_name_of(group, has_failed=has_failed)
             if self._by_content.get(group.content) is group:
                 del self._by_content[group.content]
             if has_failed and group.may_be_elsewhere:
-                self.keep(group)
+                self.add_leftover(group)
                 return
             if self._by_name.get(group.name) is group:
                 del self._by_name[group.name]
@@ -221,13 +223,13 @@ class GroupRegistry(WorldState):
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()
-        self._kept.clear()
+        self._leftovers.clear()
 
     def on_revive(self, current: World) -> None:
-        """Drop groups without live references; number new ones after the kept ones and `current`'s.
+        """Drop groups without live references; number new ones after the others and `current`'s.
 
-        A kept group is kept by all its members, so they all compute the same name for the next
-        group with the same digest.
+        A group that stays does so on all its members, so they all compute the same name for the
+        next group with the same digest.
         """
         with state_lock:
             kept = [group for group in self if group.refs.alive()]
@@ -247,4 +249,4 @@ class GroupRegistry(WorldState):
 
 
 def _content_in_all_scopes(request: GroupRequest) -> tuple[str, str]:
-    return request.my_ranks_and_identity()[1], request.options.digest
+    return request.ranks_and_name_digest()[1], request.options.digest

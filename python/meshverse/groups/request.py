@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
 from meshverse._core import AxisLayout, Layout, OptionsKey, RankGroups, RankMap, rank_group
+from meshverse._torch_compat.backends import needs_own_world_group
+from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.layouts.rank_views import ascends
 from meshverse.options.group_options import (
     NO_DEFAULTS,
@@ -17,6 +20,55 @@ from meshverse.options.group_options import (
     Override,
 )
 from meshverse.world import World
+
+
+class Way(enum.Enum):
+    """How a universe gets the process groups of an axis. The values are in words, for users."""
+
+    DEFAULT_GROUP = "the default group"
+    SPLIT = "split off the default group"
+    BY_ALL = "created by all ranks"
+    BY_MEMBERS = "created by its members"
+    USER_PROVIDED = "given by the user"
+    OTHER_UNIVERSE = "of another universe"  # of a mesh that was combined with one of this universe
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether all ranks of the default group must take part in creating these groups."""
+        return self in (Way.SPLIT, Way.BY_ALL)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the universe uses groups that are not its own, and so never ends them."""
+        return self in (Way.DEFAULT_GROUP, Way.USER_PROVIDED, Way.OTHER_UNIVERSE)
+
+
+def way_to_create(
+    axis: AxisLayout, options: GroupOptions, world: World, *, preserve_rank_order: bool
+) -> tuple[Way, str | None]:
+    """Return how the groups of an axis are created, and, for BY_ALL, why all ranks must take part.
+
+    The first of these cases that applies decides:
+
+    1. The axis is over all ranks, with default options: nothing is created, the axis uses the
+       default group, as in torch. (Not if torch itself would create a group; see
+       `needs_own_world_group`.)
+    2. The default group is bound to a device and can be split for this backend (`split_devices`),
+       and the ranks of each group ascend: all ranks take part in one split of the default group.
+    3. c10d needs all ranks (see `all_ranks_reason`): all ranks loop over all groups, as in torch.
+    4. Otherwise: the members alone create the group, at once or when it is first used.
+    """
+    if (
+        axis.size == world.size
+        and options.key == world.default_options.key
+        and not needs_own_world_group(world.default_group)
+    ):
+        return Way.DEFAULT_GROUP, None
+    creation = world.creation(options.backend)
+    if creation.splits and not preserve_rank_order:
+        return Way.SPLIT, None
+    reason = creation.all_ranks_reason
+    return (Way.BY_MEMBERS, None) if reason is None else (Way.BY_ALL, reason)
 
 
 class GroupRequest(NamedTuple):
@@ -30,6 +82,8 @@ class GroupRequest(NamedTuple):
         options: options of the groups.
         axis_name: name of the axis, for messages and c10d's descriptions. The c10d names of this
             rank's groups do not contain it, so axes of other names can share them.
+        way: how the universe gets these groups.
+        all_ranks_reason: why all ranks create the groups together, if the way is BY_ALL; else None.
         preserve_rank_order: whether group ranks follow the order of the axis, instead of
             ascending ranks.
     """
@@ -39,6 +93,8 @@ class GroupRequest(NamedTuple):
     position: int | None
     options: GroupOptions
     axis_name: str
+    way: Way
+    all_ranks_reason: str | None = None
     preserve_rank_order: bool = False
 
     def my_ranks(self) -> list[int]:
@@ -68,7 +124,7 @@ class GroupRequest(NamedTuple):
         mine = self.rank_map.rank_at(self.position)
         return sum(rank < mine for rank in groups.ranks_of(self.position))
 
-    def my_ranks_and_identity(self) -> tuple[list[int], str]:
+    def ranks_and_name_digest(self) -> tuple[list[int], str]:
         """Return `my_ranks`, and a digest of them, in order, and of the options. O(group size).
 
         All members get the same digest; groups with other ranks, another order or other options get
@@ -91,7 +147,8 @@ class RequestBuilder:
         defaults: the universe's options, for axes without options of their own.
 
     Attributes:
-        usual_key: options key of axes without options of their own; None before the first request.
+        default_key: options key of axes without options of their own; None before the first
+            request.
     """
 
     def __init__(
@@ -99,9 +156,9 @@ class RequestBuilder:
     ) -> None:
         self._rank_map, self._position = rank_map, position
         self._world, self._defaults = world, defaults
-        self._usual: GroupOptions | None = None  # of an axis without options of its own
+        self._default: GroupOptions | None = None  # of an axis without options of its own
         self._ascending: dict[AxisLayout, bool] = {}
-        self.usual_key: OptionsKey | None = None
+        self.default_key: OptionsKey | None = None
 
     def of_axes(
         self,
@@ -127,20 +184,14 @@ class RequestBuilder:
             TypeError: a field of an options object cannot be read or compared.
         """
         axes = layout.axes if preserve_rank_order else layout.ascending
-        axes = axes[first : first + len(axis_names)]
-        options = [self._usual or self._resolve_usual()] * len(axes)
+        options = [self._default or self._resolve_default()] * len(axis_names)
         if overrides:
             options = [self._options(override) for override in overrides]
         if tags:
             options = [one.with_tag(tag) for one, tag in zip(options, tags, strict=True)]
-        if preserve_rank_order:
-            return [
-                self._in_mesh_order(axis, name, wanted)
-                for axis, name, wanted in zip(axes, axis_names, options, strict=True)
-            ]
         return [
-            GroupRequest(axis, self._rank_map, self._position, wanted, name)
-            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
+            self.with_options(axis, name, wanted, preserve_rank_order=preserve_rank_order)
+            for axis, name, wanted in zip(axes[first:], axis_names, options, strict=False)
         ]
 
     def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
@@ -166,34 +217,52 @@ class RequestBuilder:
         options = GroupOptions.resolve(override, self._world.default_group, defaults).with_tag(tag)
         return self.with_options(AxisLayout(self._rank_map.size), name, options)
 
-    def with_options(self, axis: AxisLayout, axis_name: str, options: GroupOptions) -> GroupRequest:
-        """Return the request for the groups of an axis with these options."""
-        return GroupRequest(axis, self._rank_map, self._position, options, axis_name)
+    def with_options(
+        self,
+        axis: AxisLayout,
+        axis_name: str,
+        options: GroupOptions,
+        *,
+        preserve_rank_order: bool = False,
+    ) -> GroupRequest:
+        """Return the request for the groups of an axis with these options.
+
+        If the axis's own order of ranks is to be kept, and ascends, it is like any other axis.
+        """
+        world = self._world
+        assert world is not None
+        if preserve_rank_order and self.ascends(axis):
+            axis, preserve_rank_order = axis.sorted(), False
+        if preserve_rank_order:
+            options = options.in_mesh_order()
+        way = way_to_create(axis, options, world, preserve_rank_order=preserve_rank_order)
+        return GroupRequest(
+            axis, self._rank_map, self._position, options, axis_name, *way, preserve_rank_order
+        )
+
+    def adopted(self, axis: AxisLayout, axis_name: str, group: ProcessGroup) -> GroupRequest:
+        """Return the request that stands for a process group which the user created."""
+        options = GroupOptions.given(group)
+        return GroupRequest(
+            axis, self._rank_map, self._position, options, axis_name, Way.USER_PROVIDED
+        )
 
     def _options(self, override: Override) -> GroupOptions:
         if override == NO_OVERRIDE:
-            return self._usual or self._resolve_usual()
+            return self._default or self._resolve_default()
         assert self._world is not None
         return GroupOptions.resolve(override, self._world.default_group, self._defaults)
 
-    def _resolve_usual(self) -> GroupOptions:
+    def _resolve_default(self) -> GroupOptions:
         world = self._world
         assert world is not None
-        self._usual = (
+        self._default = (
             world.default_options
             if self._defaults is NO_DEFAULTS
             else GroupOptions.resolve(NO_OVERRIDE, world.default_group, self._defaults)
         )
-        self.usual_key = self._usual.key
-        return self._usual
-
-    def _in_mesh_order(
-        self, axis: AxisLayout, axis_name: str, options: GroupOptions
-    ) -> GroupRequest:
-        if self.ascends(axis):
-            return GroupRequest(axis.sorted(), self._rank_map, self._position, options, axis_name)
-        options = options.in_mesh_order()
-        return GroupRequest(axis, self._rank_map, self._position, options, axis_name, True)
+        self.default_key = self._default.key
+        return self._default
 
     def ascends(self, axis: AxisLayout) -> bool:
         """Return whether the ranks ascend in every group of an axis.

@@ -98,8 +98,8 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
     # Here, as reading dumps needs no torch.
     import torch.distributed as dist
 
+    from meshverse._torch_compat.c10d_groups import current_default_group
     from meshverse._torch_compat.flight_recorder import not_recording_reason, recorded_pickle
-    from meshverse._torch_compat.groups import current_default_group
 
     if why := not_recording_reason():
         raise RuntimeError(f"There is nothing to dump: {why}.")

@@ -3,7 +3,6 @@
 - `user_input`: reads and checks the ranks, shapes and names that users pass.
 - `derivation`: `MeshDescription`, a mesh without process groups; descriptions of derived meshes.
 - `rank_views`: the tensor and the tuple of all ranks, created when torch first reads them.
-- `computed`: attributes that are computed when they are first read.
 
 This subpackage creates no process groups, and does not import `groups` and `universe`.
 """

@@ -284,7 +284,7 @@ def check_device_type(device_type: Any) -> None:
         )
 
 
-def warn_of_odd_input(
+def warn_of_suspicious_input(
     device_type: Any, names: Sequence[str] | None, ndim: int, *, stacklevel: int
 ) -> None:
     """Warn of arguments that torch accepts, but that hardly mean what they say.
@@ -293,7 +293,7 @@ def warn_of_odd_input(
         device_type: device type of a mesh.
         names: names of its axes, as the user passed them.
         ndim: number of its axes.
-        stacklevel: number of calls from the user's line to this function's caller, at least 1.
+        stacklevel: as if the caller of this function called `warnings.warn`.
     """
     if ndim > 1 and isinstance(names, str):
         warnings.warn(

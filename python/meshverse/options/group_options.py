@@ -23,20 +23,19 @@ from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeAlias
 
 from meshverse._core import OptionsKey, data_in
-from meshverse._torch_compat.backends import can_split, split_options
-from meshverse._torch_compat.groups import (
+from meshverse._torch_compat.backends import (
+    IGNORED_OPTION_FIELDS,
     canonical_backend,
     check_backend,
     default_backend,
     default_timeout,
-)
-from meshverse._torch_compat.options import (
-    IGNORED_OPTION_FIELDS,
+    explicit_timeout_of,
     is_backend_options,
     new_like,
     set_timeout,
+    split_devices,
+    split_options,
 )
-from meshverse._torch_compat.options import said_timeout as torch_said_timeout
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 
 from .isolation import by_axis
@@ -237,20 +236,20 @@ class GroupOptions:
         wanted_backend, backend_options = override
         usual_backend = canonical_backend(default_backend(default_group))
         backend = canonical_backend(wanted_backend or usual_backend)
-        said_timeout = torch_said_timeout(backend_options) or defaults.timeout
+        explicit_timeout = explicit_timeout_of(backend_options) or defaults.timeout
         inherits = backend_options is None and backend == usual_backend
         if inherits:
             backend_options = defaults.backend_options
-            said_timeout = said_timeout or torch_said_timeout(backend_options)
-        timeout = said_timeout or default_timeout(backend, default_group)
+            explicit_timeout = explicit_timeout or explicit_timeout_of(backend_options)
+        timeout = explicit_timeout or default_timeout(backend, default_group)
         # A split without options inherits the default group's, so these belong into the key.
         in_force = backend_options
-        if in_force is None and can_split(default_group, backend):
+        if in_force is None and split_devices(default_group, backend) is not None:
             in_force = split_options(default_group)
         ignored = IGNORED_OPTION_FIELDS
         key = OptionsKey.of(backend, in_force, timeout=timeout, ignored=ignored)
         mine = backend_options if inherits else _copy(backend_options)
-        return cls(backend, mine, timeout, key, explicit_timeout=said_timeout is not None)
+        return cls(backend, mine, timeout, key, explicit_timeout=explicit_timeout is not None)
 
     @classmethod
     def given(cls, group: ProcessGroup) -> GroupOptions:

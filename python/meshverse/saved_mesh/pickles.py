@@ -53,8 +53,8 @@ def load_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
     saved = read_state(state)
     universe = _universe_of(saved)
     mesh = _loaded(mesh_class._made, saved.mesh, universe)
-    if universe.root is None or not mesh._owns_groups:  # bind() looks through these meshes
-        universe.meshes.keep(mesh)
+    if universe.root is None or not mesh._has_groups:  # bind() looks through these meshes
+        universe.meshes.add(mesh)
     else:
         universe.meshes.note(mesh)
     return mesh
@@ -75,7 +75,7 @@ def _universe_of(saved: SavedState) -> Universe:
 def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) -> _Mesh:
     """Return a saved mesh in a universe, with groups if the universe has those that it had."""
     mesh = make(universe, saved.description, _known_names(saved, universe))
-    if not mesh._owns_groups:  # so that saving it again saves these digests too
+    if not mesh._has_groups:  # so that saving it again saves these digests too
         mesh._key_digests = list(saved.keys)
     return mesh
 

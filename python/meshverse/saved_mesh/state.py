@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse._torch_compat.layouts import FLATTENED_ARE_DISTINCT
+from meshverse._torch_compat.stock_layouts import FLATTENED_ARE_DISTINCT
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import LARGEST_RANK, check_axis_names, check_layout
 from meshverse.options.isolation import check_tag, tag_parts

@@ -2,6 +2,7 @@
 
 - `universe`: `Universe`, which has groups, meshes and parts.
 - `groups`: `UniverseGroups`, its process groups, with the requests for each.
+- `calls`: `UniverseCalls`, the calls that request them, compared between ranks.
 - `plain_groups`: process groups of lists of ranks, without a mesh.
 - `registry`: the universes of a world, and the one that a saved mesh belongs to.
 - `meshes`: `UniverseMeshes`, the meshes of a universe, and a root mesh for each set of isolation

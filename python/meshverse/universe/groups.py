@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -13,32 +12,24 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from meshverse._core import AxisLayout, GroupCache, Layout, OptionsKey, RankGroups, RankMap
+from meshverse._core import AxisLayout, GroupCache, Layout, RankMap
 from meshverse._torch_compat.backends import backend_for
-from meshverse._torch_compat.groups import abort_all, find_group
+from meshverse._torch_compat.c10d_groups import abort_all, find_group
 from meshverse._torch_compat.private_names import ProcessGroup
-from meshverse.agreement import (
-    ComparedCalls,
-    Description,
-    KeptError,
-    RanksDifferError,
-    Rendezvous,
-    check_by_default,
-)
+from meshverse.agreement import LeftoverError, Rendezvous
 from meshverse.groups.creation import (
+    agree_on_leftover,
     create_by_all,
     create_by_members,
-    how,
-    keep_to,
-    needs_all_ranks,
 )
-from meshverse.groups.group import Group, GroupRef, Origin, State, describe_origin
+from meshverse.groups.group import Group, GroupRef, State
 from meshverse.groups.registry import GroupRegistry
-from meshverse.groups.request import GroupRequest, RequestBuilder
-from meshverse.options.group_options import Defaults, GroupOptions, Override
+from meshverse.groups.request import GroupRequest, RequestBuilder, Way
+from meshverse.options.group_options import Defaults, Override
 from meshverse.wording import rank_list
 from meshverse.world import World
 
+from .calls import UniverseCalls
 from .registry import WorldUniverses
 
 if TYPE_CHECKING:
@@ -46,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FOREIGN = (Origin.USER_PROVIDED, Origin.OTHER_UNIVERSE)  # listed, but not shared with other axes
+_NOT_SHARED = (Way.USER_PROVIDED, Way.OTHER_UNIVERSE)  # listed, but not shared with other axes
 
 
 class UniverseGroups:
@@ -67,12 +58,10 @@ class UniverseGroups:
             that are None here, and `lazy` if it is set there.
 
     Attributes:
-        ranks_fingerprint: fingerprint of the set of ranks, whatever their order.
+        calls: the calls that request these groups, compared between ranks.
         process_groups: this rank's live process groups by c10d name; torch.compile reads it.
-        number: number of the universe, from 0, among those over its ranks that created groups. None
-            until its first call that creates groups for all its ranks has succeeded.
-        is_kept: whether the world holds a strong reference to the universe, as it has groups of its
-            own.
+        has_created: whether it has had groups of its own. Then the world holds a strong reference
+            to the universe, as long as both live.
         ended: how the universe ended; None while it is live. The universe sets it.
         scope: key of the universes that share groups: one universe with its parts, or all of them.
     """
@@ -93,25 +82,20 @@ class UniverseGroups:
             if world is not None:
                 part_of.check_usable()
             defaults, lazy = defaults.or_else(part_of._defaults), lazy or part_of._lazy
-            if check_consistency is None:
-                check_consistency = part_of._check_consistency
-        if check_consistency is None:
-            check_consistency = check_by_default()
         self._defaults: Defaults = defaults
         self._lazy: bool = lazy
-        self._check_consistency: bool = check_consistency
         self._rank_map, self._position, self._own_world = rank_map, position, world
-        self._universe, self._part_of = universe, part_of
-        has_store = world is not None and world.store is not None
-        self._is_compared = check_consistency and position is not None and has_store
-        in_order = rank_map.sorted()
-        self.ranks_fingerprint, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
-        self._largest_rank = in_order.rank_at(in_order.size - 1)
+        self._universe = universe
+        self.calls: UniverseCalls = UniverseCalls(
+            rank_map,
+            position,
+            world,
+            lazy=self._lazy,
+            check_consistency=check_consistency,
+            part_of=None if part_of is None else part_of.calls,
+        )
+        self._largest_rank = rank_map.sorted().rank_at(rank_map.size - 1)
         self._registry = GroupRegistry() if world is None else world.state(GroupRegistry)
-        self._calls = ComparedCalls() if world is None else world.state(ComparedCalls)
-        self._calls_made: set[Hashable] = set()  # calls that were compared
-        self._keys_written: list[str] = []
-        self.compared_ranks: set[str] = set()  # fingerprints of the ranks that compared calls
         self.scope: Hashable = object()
         if part_of is not None:
             self.scope = part_of.scope
@@ -119,10 +103,8 @@ class UniverseGroups:
             self.scope = "world"
         self._builder = RequestBuilder(rank_map, position, world, defaults)
         self._by_axis = GroupCache()  # `_refs`, by axis layout and options
-        self._keys: dict[str, OptionsKey] = {}  # options keys of these references, by digest
         self._refs: list[GroupRef] = []
-        self.number: int | None = None
-        self.is_kept = False
+        self.has_created = False
         self.ended: Literal["destroyed", "aborted"] | None = None
         self.process_groups: dict[str, ProcessGroup] = {}
         self._reference = weakref.ref(self)
@@ -175,10 +157,6 @@ class UniverseGroups:
         if universe is not None:
             universe.meshes.renew_names(name)
 
-    def on_revive(self) -> None:
-        """Forget the keys that this rank wrote: they are in the store of the world that ended."""
-        self._keys_written.clear()
-
     def reset_after_fork(self) -> None:
         """Forget, in a forked process, what threads of the parent were creating."""
         self._by_axis.reset_after_fork()
@@ -210,15 +188,8 @@ class UniverseGroups:
 
     def known(self, axis: AxisLayout, key_digest: str | None) -> GroupRef | None:
         """Return the reference to the group of an axis with this options key, or None."""
-        key = self._keys.get(key_digest or "")
-        if key is not None:
-            ref: GroupRef | None = self._by_axis.get(axis, key) or self._by_axis.get(
-                axis.sorted(), key
-            )
-            if ref is not None:
-                return ref
-        foreign = (ref for ref in self.along(axis) if ref.how in _FOREIGN)
-        return next((ref for ref in foreign if ref.request.options.digest == key_digest), None)
+        found = [ref for ref in self.along(axis) if ref.request.options.digest == key_digest]
+        return min(found, key=lambda ref: ref.request.way in _NOT_SHARED, default=None)
 
     def ascends(self, axis: AxisLayout) -> bool:
         """Return whether the ranks of all groups of an axis ascend."""
@@ -245,7 +216,7 @@ class UniverseGroups:
         named = (ref for ref in self.along(axis) if ref.name == name)
         return next((ref.request.options.digest for ref in named), None)
 
-    def known_names(
+    def request_known(
         self, layout: Layout, axis_names: Sequence[str], first: int = 0
     ) -> list[str] | None:
         """Return the names of some axes' groups with default options, and count a request for each.
@@ -258,13 +229,14 @@ class UniverseGroups:
             axis_names: names of the axes.
             first: index of the first of these axes in the layout.
         """
-        usual_key = self._builder.usual_key
-        if usual_key is None:
+        key = self._builder.default_key
+        if key is None:
             return None
-        refs: list[GroupRef] | None = self._by_axis.find(layout, first, len(axis_names), usual_key)
+        refs: list[GroupRef] | None = self._by_axis.find(layout, first, len(axis_names), key)
         if refs is None:
             return None
-        if self._is_compared and (layout, first, *axis_names) not in self._calls_made:
+        calls = self.calls
+        if calls.is_compared and (layout, first, *axis_names) not in calls.compared:
             return None
         names = []
         for ref in refs:
@@ -345,7 +317,7 @@ class UniverseGroups:
 
         Raises:
             RanksDifferError: other ranks are building other meshes.
-            RuntimeError: a group cannot be created. Groups that this call has created are kept for
+            RuntimeError: a group cannot be created. Groups that this call has created are left for
                 the next call that requests them.
             ValueError: an options key cannot be computed.
         """
@@ -401,12 +373,12 @@ class UniverseGroups:
         # `counts`: True if torch would create a group per request: `explain()` then counts each.
         # For a slice under a tag (`request_tagged`), torch would create none: there, only a group's
         # first request counts.
-        ranks, makes_groups = None, False
-        if self._is_compared or self.number is None:
-            ways = (how(request, self._world)[0] for request in requests)
-            makes_groups = any(way is not Origin.DEFAULT_GROUP for way in ways)
-        if self._is_compared and makes_groups:
-            ranks = self._compare(requests, call, layout, first)
+        makes_groups = any(request.way is not Way.DEFAULT_GROUP for request in requests)
+        ranks = None
+        if makes_groups:
+            default_key = self._builder.default_key
+            are_default = all(request.options.key == default_key for request in requests)
+            ranks = self.calls.compare(requests, call, layout, first, are_default=are_default)
         new: list[GroupRef] = []
         refs = []
         try:
@@ -416,14 +388,14 @@ class UniverseGroups:
                 if counts or not ref.requests:
                     ref.count_request(request.axis_name)
         except BaseException as error:
-            self._give_back(new, refs, error, ranks)
+            self._roll_back(new, refs, error, ranks)
             raise
-        if self.number is None and makes_groups and layout.size == self._rank_map.size:
-            self.number = self._calls.number_universe(self.ranks_fingerprint)
-        if not self.is_kept and not all(ref.borrowed for ref in refs):
+        if makes_groups and layout.size == self._rank_map.size:
+            self.calls.take_number()
+        if not self.has_created and not all(ref.borrowed for ref in refs):
             universe = self._universe()
             assert universe is not None
-            self._world.state(WorldUniverses).keep(universe)
+            self._world.state(WorldUniverses).add(universe)
         return refs
 
     def request_tagged(
@@ -446,14 +418,22 @@ class UniverseGroups:
         for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
             options = like.options.with_tag(tags[index])
-            requests.append(like._replace(axis_name=axis_name, options=options))
+            requests.append(
+                self._builder.with_options(
+                    like.axis,
+                    axis_name,
+                    options,
+                    preserve_rank_order=like.preserve_rank_order,
+                )
+            )
         return self._get_or_make(requests, "isolate", axes, counts=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
         # `group_name` is None on a rank outside the rank map. If no reference has that name, the
         # group came from another universe by concatenation.
         for ref in self.along(axis):
-            if ref.how not in _FOREIGN and (group_name is None or ref.name == group_name):
+            is_named = group_name is None or ref.name == group_name
+            if is_named and ref.request.way not in _NOT_SHARED:
                 return ref.request
         return self._builder.inherited(axis, axis_name)
 
@@ -461,7 +441,7 @@ class UniverseGroups:
         axis, key = request.axis, request.options.key
         known: GroupRef | None = self._by_axis.get(axis, key)
         if known is not None and known.group is not None and known.state is State.DESTROYED:
-            if known.how in (Origin.SPLIT, Origin.BY_ALL):
+            if known.request.way.needs_all_ranks:
                 raise RuntimeError(
                     f"The {known.group.in_words()} was destroyed, by destroy_process_group(group). "
                     "All ranks must create groups of this kind together, and ranks that still have "
@@ -470,66 +450,62 @@ class UniverseGroups:
             # A new mesh has a new group. Of several threads, one removes the old one.
             if self._by_axis.remove(axis, key, known):
                 self._release(known)
-        self._keys[request.options.digest] = key
-        ref: GroupRef = self._by_axis.get_or_create(axis, key, partial(self._make, request, new))
+        # Calls `_new_ref` in this thread, unless another thread does.
+        ref: GroupRef = self._by_axis.get_or_create(axis, key, partial(self._new_ref, request, new))
         return ref
 
-    def _make(self, request: GroupRequest, new: list[GroupRef]) -> GroupRef:
+    def _new_ref(self, request: GroupRequest, new: list[GroupRef]) -> GroupRef:
         """Create a reference, and its group unless it exists already or is lazy."""
-        world = self._world
-        origin, reason = how(request, world)
-        ref = GroupRef(
-            request, self.process_groups, None, None, origin, self._reference, reason=reason
-        )
-        kept = None
-        if origin is not Origin.DEFAULT_GROUP and request.position is not None and not self._lazy:
-            kept = self._registry.find_kept(request)
-        if origin is Origin.DEFAULT_GROUP:
-            ref.borrowed = True
+        world, way = self._world, request.way
+        ref = GroupRef(request, self.process_groups, self._reference)
+        leftover = None
+        if way is not Way.DEFAULT_GROUP and request.position is not None and not self._lazy:
+            leftover = self._registry.find_leftover(request)
+        if way is Way.DEFAULT_GROUP:
             self._registry.add(world.default_group, ref)
             world.axes_of_default_group[request.axis_name] = None
-        elif kept is not None:
-            if origin is Origin.BY_MEMBERS:
-                keep_to(kept, world)
-            self._refer_to_kept(kept, ref)
-        elif origin is not Origin.BY_MEMBERS:
-            handle = create_by_all(request, world, origin)
+        elif leftover is not None:
+            if way is Way.BY_MEMBERS:
+                agree_on_leftover(leftover, world)
+            self._refer_to_leftover(leftover, ref)
+        elif way is not Way.BY_MEMBERS:
+            handle = create_by_all(request, world)
             ref.created = handle is not None
             if handle is not None:
                 self._registry.add(handle, ref)
         elif request.position is not None:
-            ranks = self._registry.acquire(self.scope, ref)
-            assert ref.group is not None
-            is_shared = len(ref.group.refs) > 1
-            ref.how = Origin.SHARED if is_shared else Origin.BY_MEMBERS
-            try:
-                if self._lazy:
-                    ref.how = Origin.NOT_YET if ref.state is State.PLANNED else ref.how
-                elif ref.group.make(
-                    lambda group: create_by_members(group, world, ranks, self._registry.is_live)
-                ):
-                    ref.created = True
-                    ref.how = Origin.AT_FIRST_USE if is_shared else Origin.BY_MEMBERS
-            except KeptError as found:
-                self._registry.release(ref, has_failed=True)
-                kept = self._registry.find(found.name)
-                assert kept is not None
-                self._registry.keep(kept)
-                self._refer_to_kept(kept, ref)
-            except BaseException:
-                self._registry.release(ref, has_failed=True)
-                raise
+            self._create_by_members(ref)
         self._refs.append(ref)
         new.append(ref)
         if ref.created:
             self._log_creation(ref)
         return ref
 
-    def _refer_to_kept(self, kept: Group, ref: GroupRef) -> None:
+    def _create_by_members(self, ref: GroupRef) -> None:
+        """Attach the group of a reference, and create it unless it exists already or is lazy."""
+        world = self._world
+        ranks = self._registry.attach(self.scope, ref, lazy=self._lazy)
+        if self._lazy:
+            return
+        assert ref.group is not None
+        try:
+            ref.created = ref.group.make(
+                lambda group: create_by_members(group, world, ranks, self._registry.is_live)
+            )
+        except LeftoverError as found:
+            self._registry.release(ref, has_failed=True)
+            leftover = self._registry.find(found.name)
+            assert leftover is not None
+            self._registry.add_leftover(leftover)
+            self._refer_to_leftover(leftover, ref)
+        except BaseException:
+            self._registry.release(ref, has_failed=True)
+            raise
+
+    def _refer_to_leftover(self, leftover: Group, ref: GroupRef) -> None:
         """Attach a group that became live in an earlier call, which failed here or elsewhere."""
-        ref.created = not kept.refs.alive()
-        ref.how = ref.how if ref.created else Origin.SHARED
-        self._registry.share(kept, ref)
+        ref.created = not leftover.refs.alive()
+        self._registry.share(leftover, ref)
 
     def give_up(self) -> None:
         """Leave all groups to later calls: the call that creates the universe has failed."""
@@ -540,15 +516,10 @@ class UniverseGroups:
             with contextlib.suppress(RuntimeError):  # of c10d; the call's own error says more
                 self._registry.release(ref, has_failed=True)
         self._refs.clear()
-        for ranks in self.compared_ranks:
-            self._calls.stop(ranks, "one failed on this rank, and may have succeeded on others")
-        if self.number is not None:
-            self._calls.take_back_number(self.ranks_fingerprint, self.number)
-            self.number = None
         self._own_world.state(WorldUniverses).drop(self)
-        self._remove_from_store()
+        self.calls.give_up()
 
-    def _give_back(
+    def _roll_back(
         self, new: list[GroupRef], refs: list[GroupRef], error: BaseException, ranks: str | None
     ) -> None:
         """Release the references that a failed call has added, the newest first."""
@@ -559,14 +530,7 @@ class UniverseGroups:
             self._refs.remove(ref)
             with contextlib.suppress(RuntimeError):  # of c10d; `error` says more
                 self._registry.release(ref, has_failed=True)
-        if ranks is not None and not isinstance(error, RanksDifferError):
-            self._calls.stop(
-                ranks,
-                f"one raised {type(error).__name__} on this rank, and may have succeeded on others",
-            )
-        # The caller may never get this universe, so `destroy()` would not remove its keys.
-        if self.number is None:
-            self._remove_from_store()
+        self.calls.note_failure(ranks, error)
 
     def before_use(self, name: str) -> None:
         """Create the group of this c10d name now, if it is lazy and not created yet.
@@ -601,110 +565,11 @@ class UniverseGroups:
         axes = []
         for mesh in universe.meshes:
             # Of a root under another isolation tag, these names are `DeferredGroupNames` (in
-            # `device_mesh.group_names`), whose own iterator would request the groups.
+            # `device_mesh.lazy_names`), whose own iterator would request the groups.
             names = list.__iter__(mesh._dim_group_names)
             pairs = zip(mesh.description.labels, names, strict=False)
             axes += [f"of axis {label!r} of {mesh}" for label, known in pairs if known == name]
         return " or ".join(axes[:2]) or name
-
-    # --- comparing calls ------------------------------------------------------------------------
-
-    def _compare(
-        self, requests: Sequence[GroupRequest], call: str, layout: Layout, first: int
-    ) -> str | None:
-        """Compare a call with those of the other ranks, the first time that this rank makes it.
-
-        The ranks of the mesh that the call creates compare it. Example: ranks 0 to 3 are one
-        pipeline stage, and compare the call that flattens the mesh of this stage; ranks 4 to 7 may
-        make other calls. If all ranks must create one of the groups together, all ranks of the
-        universe compare the call.
-
-        Args:
-            requests: requests of the call, one per axis.
-            call: name of the function that the user called.
-            layout: layout of the mesh that the call creates.
-            first: index of the first requested axis in the layout.
-
-        Returns:
-            Fingerprint of the ranks that compared the call; None if this rank had compared it.
-
-        Raises:
-            RanksDifferError: the ranks disagree.
-        """
-        made = (layout, first, *((one.axis_name, one.options.digest) for one in requests))
-        if made in self._calls_made:
-            return None
-        store = self._world.run_store
-        assert store is not None
-        assert self._position is not None
-        ranks, first_rank = self.ranks_fingerprint, self._first_rank
-        n_ranks = self._rank_map.size
-        if layout.size != self._rank_map.size and not any(
-            needs_all_ranks(one, self._world) for one in requests
-        ):
-            axis = layout.collapse().sorted()
-            ranks = RankGroups(axis, self._rank_map).fingerprint_of(self._position)
-            first_rank = self._rank_map.rank_at(layout.base(self._position))
-            n_ranks = layout.size
-        if not self._world.is_main_thread():  # threads of two ranks may call in different orders
-            self._calls.stop(ranks, "a thread other than the main one created process groups")
-        self._world.run.add_user(self)
-        try:
-            self._calls.compare(
-                store,
-                ranks,
-                self._describe(call, requests),
-                self._keys_written,
-                n_ranks=n_ranks,
-                warns=first_rank == self._world.rank,
-            )
-        except BaseException as error:
-            if not isinstance(error, RanksDifferError):  # other ranks may count this call
-                self._calls.stop(ranks, f"comparing one raised {type(error).__name__} on this rank")
-            if self.number is None:
-                self._world.run.remove_user(self, self._world.store)
-            raise
-        self._calls_made.add(made)
-        self.compared_ranks.add(ranks)
-        if all(one.options.key == self._builder.usual_key for one in requests):
-            self._calls_made.add((layout, first, *(one.axis_name for one in requests)))
-        return ranks
-
-    def _describe(self, call: str, requests: Sequence[GroupRequest]) -> Description:
-        from meshverse.agreement.program_line import program_line
-
-        made = "lazy" if self._lazy else "eager"
-        facts = {
-            "groups": made,
-            "over": str(self._rank_map),
-            "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
-            "options": " and ".join(dict.fromkeys(one.options.in_words() for one in requests)),
-        }
-        # 128 bits. A timeout that comes from the default group is left out: there, c10d allows each
-        # rank its own.
-        begin = f"{made} {self._rank_map.fingerprint}"
-        if self._part_of is not None:
-            facts["part of"] = f"a universe of {self._part_of._rank_map}"
-            begin += f" part of {self._part_of._rank_map.fingerprint}"
-        digest = hashlib.blake2b(begin.encode(), digest_size=16)
-        for request in requests:
-            options = request.options
-            what = options.digest if options.explicit_timeout else options.name_digest
-            digest.update(f"{request.axis_name}={request.axis} {what}\n".encode())
-        sizes = {request.axis_name: request.axis.size for request in requests}
-        rank = self._world.rank
-        return Description(rank, digest.hexdigest(), call, sizes, facts, program_line())
-
-    def _remove_from_store(self) -> None:
-        world = self._world
-        store = None if world.is_over or not self._is_compared else world.run_store
-        if store is None:
-            return
-        with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
-            while self._keys_written:
-                store.remove(self._keys_written[-1])
-                self._keys_written.pop()
-            world.run.remove_user(self, world.store)
 
     # --- groups created elsewhere ---------------------------------------------------------------
 
@@ -715,16 +580,8 @@ class UniverseGroups:
             The group's c10d name.
         """
         self.check_usable()
-        request = self._builder.with_options(axis, axis_name, GroupOptions.given(group))
-        ref = GroupRef(
-            request,
-            self.process_groups,
-            None,
-            None,
-            Origin.USER_PROVIDED,
-            self._reference,
-            borrowed=True,
-        )
+        request = self._builder.adopted(axis, axis_name, group)
+        ref = GroupRef(request, self.process_groups, self._reference)
         ref.count_request(axis_name)
         self._registry.add(group, ref)
         self._refs.append(ref)
@@ -744,15 +601,8 @@ class UniverseGroups:
         known = {ref.name for ref in self}
         for theirs in other:
             if theirs.group is not None and theirs.name in names and theirs.name not in known:
-                ref = GroupRef(
-                    theirs.request,
-                    self.process_groups,
-                    None,
-                    None,
-                    Origin.OTHER_UNIVERSE,
-                    self._reference,
-                    borrowed=True,
-                )
+                request = theirs.request._replace(way=Way.OTHER_UNIVERSE)
+                ref = GroupRef(request, self.process_groups, self._reference)
                 self._registry.share(theirs.group, ref)
                 self._refs.append(ref)
 
@@ -777,7 +627,7 @@ class UniverseGroups:
         self._by_axis.clear()
         with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever fails
             if not abort:
-                ending.callback(self._remove_from_store)
+                ending.callback(self.calls.remove_from_store)
             for ref in self:
                 ending.callback(self._release, ref, abort=abort)
             if ends_all:
@@ -811,14 +661,14 @@ class UniverseGroups:
             return
         ranks = ref.request.my_ranks()
         if ranks[0] == self._world.rank:
-            from meshverse.agreement.program_line import program_line
+            from meshverse.program_line import program_line
 
             _log.debug(
                 "process group of axis %r with ranks [%s], options %s: %s, requested at %s. %s.",
                 ref.request.axis_name,
                 rank_list(ranks),
                 ref.request.options.in_words(),
-                describe_origin(ref),
+                ref.origin,
                 program_line(),
                 self._why_new(ref.group, ranks),
             )
@@ -826,7 +676,7 @@ class UniverseGroups:
     def _why_new(self, group: Group | None, ranks: Sequence[int]) -> str:
         """Return why no existing group was shared, for the log."""
         for other in self._registry:
-            if other is group or other.borrowed or other.request.my_ranks() != ranks:
+            if other is group or other.is_foreign or other.request.my_ranks() != ranks:
                 continue
             axis, options = f"axis {other.request.axis_name!r}", other.request.options
             if group is None or options.key != group.request.options.key:
@@ -847,10 +697,3 @@ def shares_world_wide() -> bool:
 
 
 _shares_world_wide = False  # in all threads
-
-
-def _stride(axis: AxisLayout) -> str:
-    # As torch prints a stride; an axis with several strides is shown with its sizes.
-    if len(axis.strides) < 2:
-        return str(axis.strides[0] if axis.strides else 0)
-    return f"{axis.strides} of {axis.sizes}"

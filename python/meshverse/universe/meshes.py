@@ -33,21 +33,21 @@ class UniverseMeshes:
     holds strong references to them, and weak references to all other meshes.
 
     Args:
-        keeps_coordinates: as the attribute.
+        stores_coordinates: as the attribute.
         has_plain_names: as the attribute.
 
     Attributes:
         root: first mesh of the universe, the root of all meshes under its isolation tags.
-        keeps_coordinates: whether meshes store this rank's coordinate. False if this process may
+        stores_coordinates: whether meshes store this rank's coordinate. False if this process may
             get another rank.
         has_plain_names: whether a mesh's list of group names for torch is a plain `list` while all
             its groups are live. If not, it is a `GroupNames`, which checks each use of a group.
     """
 
-    def __init__(self, *, keeps_coordinates: bool, has_plain_names: bool) -> None:
+    def __init__(self, *, stores_coordinates: bool, has_plain_names: bool) -> None:
         self.root: DeviceMesh | None = None
-        self.keeps_coordinates, self.has_plain_names = keeps_coordinates, has_plain_names
-        self._may_keep_coordinates = keeps_coordinates
+        self.stores_coordinates, self.has_plain_names = stores_coordinates, has_plain_names
+        self._may_store_coordinates = stores_coordinates
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not interned
         # Axis name -> axis layout -> its index in the mesh. For root meshes created after the
@@ -86,7 +86,7 @@ class UniverseMeshes:
             mesh._take_root(root)
         return self._interned.setdefault(key, mesh)
 
-    def keep(self, mesh: DeviceMesh) -> None:
+    def add(self, mesh: DeviceMesh) -> None:
         """Intern a mesh; hold it weakly if an equal one is interned already."""
         if self.intern(mesh, mesh._intern_key) is not mesh:
             self.note(mesh)
@@ -100,9 +100,9 @@ class UniverseMeshes:
 
         They move in the same order on all ranks, in whatever order each rank loaded them.
         """
-        bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh._owns_groups]
+        bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh._has_groups]
         for key, mesh in sorted(bare, key=lambda pair: str(pair[1]._description)):
-            mesh._join(target)
+            mesh._move_to(target)
             del self._interned[key]
 
     def check_all_names(self) -> None:
@@ -121,16 +121,16 @@ class UniverseMeshes:
 
     def forget_coordinates(self) -> None:
         """Stop storing coordinates: each read computes one, and raises if the rank has changed."""
-        self.keeps_coordinates = False
+        self.stores_coordinates = False
         for mesh in (*self, *self._others.alive()):
             mesh._forget_coordinate()
 
-    def keep_coordinates(self) -> None:
+    def store_coordinates(self) -> None:
         """Undo `forget_coordinates`: this process is the rank again that it was."""
-        self.keeps_coordinates = self._may_keep_coordinates
-        if self.keeps_coordinates:
+        self.stores_coordinates = self._may_store_coordinates
+        if self.stores_coordinates:
             for mesh in (*self, *self._others.alive()):
-                mesh._keep_coordinate()
+                mesh._store_coordinate()
 
     # --- roots ----------------------------------------------------------------------------------
 

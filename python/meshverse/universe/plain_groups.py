@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshverse._core import RankMap
-from meshverse._torch_compat.options import is_backend_options
+from meshverse._torch_compat.backends import is_backend_options
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Override, check_timeout, normalize_override

@@ -19,8 +19,8 @@ class WorldUniverses(WorldState):
     """The universes of one world.
 
     Attributes:
-        kept: universes that created process groups, in the order in which they first did; those
-            that were revived come first, in the order in which they were constructed. Strong
+        with_groups: universes that created process groups, in the order in which they first did;
+            those that were revived come first, in the order in which they were constructed. Strong
             references until the universe or the world ends, so that all ranks find the same
             universes, whenever each collects garbage.
         n_ended: how many universes were destroyed or aborted.
@@ -29,40 +29,42 @@ class WorldUniverses(WorldState):
     """
 
     def __init__(self) -> None:
-        self.kept: list[Universe] = []
+        self.with_groups: list[Universe] = []
         self.n_ended = 0
         self.with_world_rank: WeakRegistry[Universe] = WeakRegistry()
 
-    def keep(self, universe: Universe) -> None:
-        """Add a universe that created process groups to `kept`, unless it is there or has ended."""
+    def add(self, universe: Universe) -> None:
+        """Add a universe that created process groups to `with_groups`, unless it has ended."""
         with state_lock:
-            if not (universe.groups.is_kept or universe.is_over):
-                universe.groups.is_kept = True
-                self.kept.append(universe)
+            if not (universe.groups.has_created or universe.is_over):
+                universe.groups.has_created = True
+                self.with_groups.append(universe)
 
     def drop(self, groups: UniverseGroups) -> None:
-        """Undo `keep` for a universe that its caller never gets, as the call has failed."""
+        """Undo `add` for a universe that its caller never gets, as the call has failed."""
         with state_lock:
-            self.kept = [universe for universe in self.kept if universe.groups is not groups]
+            self.with_groups = [
+                universe for universe in self.with_groups if universe.groups is not groups
+            ]
 
     def end(self) -> None:
         """Drop the universes of a world that has ended, and their meshes' stored coordinates.
 
         In the next world, this process may have another rank.
         """
-        self.kept.clear()
+        self.with_groups.clear()
         for universe in self.with_world_rank.alive():
             universe.meshes.forget_coordinates()
 
     def on_revive(self, current: World) -> None:
         """Undo `end`: keep universes that created groups, and let meshes store coordinates."""
-        self.kept = [
+        self.with_groups = [
             universe
             for universe in _universes.alive()
-            if universe.groups.is_kept and not universe.is_over and self._has(universe)
+            if universe.groups.has_created and not universe.is_over and self._has(universe)
         ]
         for universe in self.with_world_rank.alive():
-            universe.meshes.keep_coordinates()
+            universe.meshes.store_coordinates()
 
     def _has(self, universe: Universe) -> bool:
         return universe.world is not None and universe.world.state(WorldUniverses) is self
@@ -74,8 +76,8 @@ class WorldUniverses(WorldState):
                 return
             universe.is_over = True
             self.n_ended += 1
-            if universe in self.kept:
-                self.kept.remove(universe)
+            if universe in self.with_groups:
+                self.with_groups.remove(universe)
 
 
 def note_universe(universe: Universe) -> int:
@@ -96,9 +98,9 @@ def universes_not_ended() -> list[Universe]:
 
 
 def universes_here() -> list[Universe]:
-    """Return the live universes of this world that created groups; see `WorldUniverses.kept`."""
+    """Return the live universes of this world that created groups, in their order."""
     world = World.current()
-    return [] if world is None else list(world.state(WorldUniverses).kept)
+    return [] if world is None else list(world.state(WorldUniverses).with_groups)
 
 
 def universes_over(rank_map: RankMap) -> list[Universe]:
@@ -114,7 +116,7 @@ def find_universe(
     The candidates are the universes that have all of `groups`; if none has them all, all universes
     over these ranks. The result is the candidate with this serial; if there is none, the candidate
     that created process groups first. All ranks find the same universe if it has a number (see
-    `UniverseGroups.number`). The serial of one without a number may differ between ranks.
+    `UniverseCalls.number`). The serial of one without a number may differ between ranks.
 
     Args:
         rank_map: ranks of the universe.
@@ -138,7 +140,7 @@ def _distance(
     universe: Universe, serial: int, groups: Collection[tuple[AxisLayout, str | None]]
 ) -> tuple[bool, bool, bool, bool, int]:
     has_all = all(universe.groups.known(*group) is not None for group in groups)
-    own, has_no_groups = universe.serial, not universe.groups.is_kept
+    own, has_no_groups = universe.serial, not universe.groups.has_created
     return not has_all, own != serial, has_no_groups, own < 0, abs(own)
 
 

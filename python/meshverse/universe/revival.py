@@ -21,9 +21,10 @@ from typing import NamedTuple
 from meshverse._torch_compat.held_groups import HeldGroup, group_attributes, groups_held_by, is_live
 from meshverse._torch_compat.private_names import ProcessGroup, StockDeviceMesh
 from meshverse.agreement import ComparedCalls, Rendezvous
-from meshverse.groups.creation import create_by_all, create_by_members, how
-from meshverse.groups.group import Group, GroupRef, Origin, State
+from meshverse.groups.creation import create_by_all, create_by_members
+from meshverse.groups.group import Group, GroupRef, State
 from meshverse.groups.registry import GroupRegistry
+from meshverse.groups.request import Way, way_to_create
 from meshverse.wording import rank_list
 from meshverse.world import World
 
@@ -117,7 +118,7 @@ def _warn_of_others(groups: Sequence[Group]) -> None:
     """Log which ended groups are still referred to."""
     for group in groups:
         # The first default group of a process stays alive in torch.
-        if not group.borrowed and group.ended_handles():
+        if not group.is_foreign and group.ended_handles():
             _log.warning(
                 "revive(): an object that was not given to it still refers to the ended %s. Do not "
                 "use that reference: give revive() the models and pipeline schedules that keep "
@@ -172,7 +173,7 @@ def _held_by(holders: Sequence[object]) -> tuple[list[HeldGroup], list[str]]:
 def _numbered(universes: Sequence[Universe]) -> list[Universe]:
     """Return the universes that have a number, in the same order on all ranks."""
     # The others made no call that created groups for all their ranks.
-    numbered = [one for one in universes if one.groups.number is not None]
+    numbered = [one for one in universes if one.groups.calls.number is not None]
     return sorted(numbered, key=lambda universe: (universe.rank_map.fingerprint, universe.serial))
 
 
@@ -183,12 +184,12 @@ def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
     """
     numbers: dict[str, int] = {}
     for universe in _numbered(universes):
-        ranks = universe.groups.ranks_fingerprint
+        ranks = universe.groups.calls.ranks
         numbers[ranks] = max(numbers.get(ranks, 0), universe.serial + 1)
     for universe in universes:
-        universe.groups.on_revive()
-    compared = {ranks for universe in universes for ranks in universe.groups.compared_ranks}
-    world.state(ComparedCalls).keep(compared, numbers)
+        universe.groups.calls.on_revive()
+    compared = {ranks for universe in universes for ranks in universe.groups.calls.compared_ranks}
+    world.state(ComparedCalls).keep_counts(compared, numbers)
 
 
 def _ended_handles(
@@ -228,8 +229,9 @@ def _why_not(current: World, plan: _Plan) -> list[str]:
 
 
 def _why_no_group(current: World, ref: GroupRef, group: Group) -> list[str]:
-    if group.borrowed:
-        if ref.how is not Origin.DEFAULT_GROUP:
+    request = ref.request
+    if group.is_foreign:
+        if request.way is not Way.DEFAULT_GROUP:
             return [
                 f"the {group.in_words()} was created by the program, which must create it again"
             ]
@@ -237,14 +239,18 @@ def _why_no_group(current: World, ref: GroupRef, group: Group) -> list[str]:
         return [f"the default group was named {group.name!r} and is {now!r} now"] * (
             group.name != now
         )
-    if ref.how is Origin.BY_ALL:
-        return [f"the {group.in_words()} was created by all ranks together: {ref.reason}"]
-    if ref.how is Origin.SPLIT and group.state is State.DESTROYED:
+    if request.way is Way.BY_ALL:
+        why = request.all_ranks_reason
+        return [f"the {group.in_words()} was created by all ranks together: {why}"]
+    if request.way is Way.SPLIT and group.state is State.DESTROYED:
         return [f"the {group.in_words()} was destroyed: all ranks would have to split it off again"]
-    if ref.how is Origin.OTHER_UNIVERSE and group.content is None:
-        return [f"the {group.in_words()} is of another universe, and was created by all ranks"]
-    is_split = how(ref.request, current)[0] is Origin.SPLIT
-    if ref.how is not Origin.OTHER_UNIVERSE and is_split != (ref.how is Origin.SPLIT):
+    if request.way is Way.OTHER_UNIVERSE:
+        if group.content is None:
+            return [f"the {group.in_words()} is of another universe, and was created by all ranks"]
+        return []
+    in_order = request.preserve_rank_order
+    way, _ = way_to_create(request.axis, request.options, current, preserve_rank_order=in_order)
+    if (way is Way.SPLIT) != (request.way is Way.SPLIT):
         return ["the new default group is of another backend, or is bound to a device differently"]
     return []
 
@@ -310,7 +316,7 @@ def _key(universe: Universe) -> tuple[str, str]:
 def _n_needed(universe: Universe) -> int:
     """Return how many ranks must revive a universe; 0 if this rank need not."""
     assert universe.world is not None
-    if any(ref.how is Origin.SPLIT for ref in universe.groups):
+    if any(ref.request.way is Way.SPLIT for ref in universe.groups):
         return universe.world.size
     return 0 if universe.position is None else universe.size
 
@@ -332,10 +338,10 @@ def _create_groups(plan: _Plan, world: World) -> None:
         group.revive()
     try:
         for ref in (ref for one in _numbered(plan.universes) for ref in one.groups):
-            if ref.how is Origin.SPLIT:
+            if ref.request.way is Way.SPLIT:
                 _split(ref, world)
         for group in plan.groups.values():
-            if group.borrowed:
+            if group.is_foreign:
                 group.take_over(world.default_group)
             elif group.state is State.PLANNED and group.was_live:
                 group.make(partial(create_by_members, world=world))
@@ -350,6 +356,6 @@ def _create_groups(plan: _Plan, world: World) -> None:
 def _split(ref: GroupRef, world: World) -> None:
     group = ref.group
     if group is None:  # this rank takes part in the split only
-        create_by_all(ref.request, world, ref.how)
+        create_by_all(ref.request, world)
     elif group.state is State.PLANNED:
-        group.make(lambda one: create_by_all(ref.request, world, ref.how, one.name))
+        group.make(lambda one: create_by_all(ref.request, world, one.name))

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from meshverse._torch_compat.groups import resolve_group
-from meshverse._torch_compat.suspension import memory_stats as backend_memory_stats
+from meshverse._torch_compat.c10d_groups import resolve_group
+from meshverse._torch_compat.c10d_suspension import memory_stats as backend_memory_stats
 from meshverse.groups.group import Group, State
 
 from .groups import UniverseGroups
@@ -78,5 +78,5 @@ def _made(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | No
         one
         for one in in_one_order(all_groups, axis_names)
         if one.group.state in (State.LIVE, State.SUSPENDED)
-        and (axis_names is not None or not one.group.borrowed)
+        and (axis_names is not None or not one.group.is_foreign)
     ]

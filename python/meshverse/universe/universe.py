@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshverse._core import AxisLayout, RankMap
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
-from meshverse.layouts.computed import computed
+from meshverse.attributes import computed
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, TopologyLike, read_rank_map
 from meshverse.locks import state_lock
@@ -135,9 +135,9 @@ class Universe:
         self.ready_groups: Container[str] = () if may_change else self.process_groups
         # The rank is negative if it is unknown.
         is_fixed = self.rank_was_passed or self.world is None or not may_change
-        keeps_coordinates = rank >= 0 and is_fixed
+        stores_coordinates = rank >= 0 and is_fixed
         self.meshes = UniverseMeshes(
-            keeps_coordinates=keeps_coordinates, has_plain_names=not may_change
+            stores_coordinates=stores_coordinates, has_plain_names=not may_change
         )
         self.whole = part_of
         self._parts: list[Universe] = []  # oldest first; `part()` drops those that are freed
@@ -148,8 +148,8 @@ class Universe:
     @property
     def serial(self) -> int:
         """Number of this universe among those over its ranks; see the class."""
-        if self.groups.number is not None:
-            return self.groups.number
+        if self.groups.calls.number is not None:
+            return self.groups.calls.number
         if self._own_serial is None:
             self._own_serial = next_own_serial(self.rank_map)
         return self._own_serial
@@ -463,7 +463,7 @@ class Universe:
                 f"Meshes over {self.rank_map} cannot be bound to a universe of "
                 f"{target.rank_map}: it has no ranks {outside}."
             )
-        if all(mesh._owns_groups for mesh in self.meshes):
+        if all(mesh._has_groups for mesh in self.meshes):
             raise RuntimeError(
                 f"The meshes of this universe of {self.rank_map} have process groups already; "
                 "bind() is for meshes that were loaded or made without them."

@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshverse import DeviceMesh, Topology
 from meshverse._core import Layout, shard_shape
+from meshverse._torch_compat.c10d_groups import group_ranks_of
 from meshverse._torch_compat.dtensors import is_strided_shard, waited
-from meshverse._torch_compat.groups import group_ranks_of
-from meshverse._torch_compat.layouts import keeps_rank_order
+from meshverse._torch_compat.stock_layouts import keeps_rank_order
 from meshverse._torch_compat.tracing import base_of
 
 Window = tuple[tuple[int, int], ...]  # start and length along each dimension

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .backends import by_device, split_devices
-from .groups import Ranks, find_group
-from .options import options_of, options_timeout
+from .backends import by_device, options_of, options_timeout, split_devices
+from .c10d_groups import Ranks, find_group
 from .private_names import BackendOptions, ProcessGroup, c10d
 
 # Before 2.13, `new_group` sorts the ranks.
 NEW_GROUP_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
-def create_by_members(
+def create_c10d_group(
     ranks: list[int],
     default_group: ProcessGroup,
     store: Any,
@@ -84,10 +83,10 @@ def create_by_members(
 
 
 def find_interrupted(name: str, ranks: list[int]) -> ProcessGroup | None:
-    """Return the group that c10d created before `create_by_members` was interrupted, or None.
+    """Return the group that c10d created before `create_c10d_group` was interrupted, or None.
 
     Args:
-        name: name that was passed to `create_by_members`.
+        name: name that was passed to `create_c10d_group`.
         ranks: ranks that were passed to it.
     """
     group = find_group(name)
@@ -96,7 +95,7 @@ def find_interrupted(name: str, ranks: list[int]) -> ProcessGroup | None:
     return group
 
 
-def create_by_split(
+def split_c10d_group(
     ranks: list[int],
     default_group: ProcessGroup,
     *,
@@ -187,7 +186,7 @@ def _register(group: ProcessGroup, backend: str, name: Any, ranks: list[int]) ->
     world.pg_group_ranks[group] = Ranks(zip(ranks, range(len(ranks)), strict=True))
 
 
-def create_by_all(
+def create_c10d_groups(
     all_ranks: list[list[int]],
     *,
     backend: str,

@@ -9,10 +9,7 @@ from types import FrameType
 
 import torch
 
-_OWN = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (os.path.dirname(__file__), torch.__file__)
-)
+_OWN = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
 _PACKAGES = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 # Python's own library, and code without a file: that of imports and of torch.compile's graphs.
 _PYTHONS_OWN = (os.path.dirname(os.__file__) + os.sep, "<frozen ", "<eval_with_key>")

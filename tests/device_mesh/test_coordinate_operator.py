@@ -20,7 +20,7 @@ from helpers.operations import operations
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh, isolate
 from meshverse._core import RankMap
-from meshverse.graphs import (
+from meshverse.coordinate_op import (
     CoordinateArguments,
     coordinate,
     coordinate_arguments,

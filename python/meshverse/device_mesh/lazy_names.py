@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from meshverse._torch_compat.groups import find_group
+from meshverse._torch_compat.c10d_groups import find_group
 from meshverse._torch_compat.one_graph import is_dynamo_at_work
 from meshverse._torch_compat.tracing import let_graphs_read, not_traced
 from meshverse.groups.registry import GroupRegistry

@@ -1,4 +1,4 @@
-"""The default process group, its store and timeouts; finding and ending process groups."""
+"""The default process group and its store; finding and ending process groups."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .options import options_of, options_timeout
+from .backends import options_of, timeout_of
 from .private_names import ProcessGroup, StockDeviceMesh, c10d
 
 # --- the default process group -------------------------------------------------------------------
@@ -25,63 +24,6 @@ from .private_names import ProcessGroup, StockDeviceMesh, c10d
 def current_default_group() -> ProcessGroup | None:
     """Return the default process group of this thread, or None before `init_process_group`."""
     return dist.GroupMember.WORLD
-
-
-def default_backend(group: ProcessGroup) -> str:
-    """Return the backend string of a group, such as "gloo" or "cpu:gloo,cuda:nccl"."""
-    return str(c10d._world.pg_map[group][0])
-
-
-def canonical_backend(backend: str) -> str:
-    """Return a backend string in c10d's spelling, which is in lower case."""
-    return str(dist.Backend(backend))
-
-
-def default_timeout(backend: str, default_group: ProcessGroup) -> timedelta:
-    """Return the timeout of groups of this backend for which the user sets none.
-
-    If the user passed `init_process_group` a timeout that is not c10d's default, it is that one,
-    which torch itself does not use for other groups. Otherwise it is c10d's default for `backend`.
-    """
-    usual = c10d._get_default_timeout
-    default_name = default_backend(default_group)
-    given = _timeout_of(default_group)
-    if given is not None and given != usual(dist.Backend(default_name)):
-        return given
-    return usual(dist.Backend(backend))
-
-
-def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    # All backends of a group have the same timeout, but some keep no options to read it from.
-    backends = (group._get_backend(device) for device in group._device_types)
-    timeouts = (options_timeout(options_of(backend)) for backend in backends)
-    return next((timeout for timeout in timeouts if timeout is not None), None)
-
-
-def ensure_registered(backend: str) -> None:
-    """Let c10d register a backend by this name, if it does so at a backend's first use. 2.15."""
-    register = getattr(dist.Backend, "_ensure_backend_registered", None)
-    if register is not None:
-        register(backend)
-
-
-def check_backend(backend: str) -> None:
-    """Raise ValueError if c10d has no such backend, before anything is created.
-
-    Args:
-        backend: backend string: one name ("gloo"), or one per device type ("cpu:gloo,cuda:nccl").
-    """
-    names = [part.rpartition(":")[2].lower() for part in backend.split(",")]
-    for name in names:
-        ensure_registered(name)
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"Unknown backend {name!r} in {backend!r}: torch.distributed knows {known}. "
-                "Use one of these, or register yours with torch.distributed.Backend."
-                "register_backend first."
-            )
 
 
 def thread_id() -> int | None:
@@ -294,7 +236,7 @@ def _left_behind(groups: list[ProcessGroup]) -> Iterator[None]:
     thread: Python ends the process with an error if that comes back while the process exits.
     """
     held = [group for group in groups if not _is_nccl(group)]
-    seconds = max((one.total_seconds() for one in map(_timeout_of, held) if one), default=1800.0)
+    seconds = max((one.total_seconds() for one in map(timeout_of, held) if one), default=1800.0)
     try:
         yield
     finally:

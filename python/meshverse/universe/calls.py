@@ -1,0 +1,212 @@
+"""The calls in which this rank requests process groups of one universe, compared between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Hashable, Sequence
+
+import torch.distributed as dist
+
+from meshverse._core import AxisLayout, Layout, RankGroups, RankMap
+from meshverse.agreement import ComparedCalls, Description, RanksDifferError, check_by_default
+from meshverse.groups.request import GroupRequest
+from meshverse.world import World
+
+
+class UniverseCalls:
+    """This rank's calls that request process groups of one universe; see `agreement.mismatch`.
+
+    Args:
+        rank_map: position -> global rank.
+        position: this rank's position; None if this rank is not in the rank map.
+        world: world of the groups; None for a universe without process groups.
+        lazy: whether a group is created when it is first used.
+        check_consistency: whether calls are compared; None for what `part_of` or else the
+            environment says.
+        part_of: calls of the universe that this one is a part of, if any.
+
+    Attributes:
+        is_compared: whether calls are compared.
+        number: number of the universe, from 0, among those over its ranks that created groups. None
+            until its first call that creates groups for all its ranks has succeeded.
+        compared: keys of the calls that were compared; of one for axes with default options, also
+            its layout, the index of its first axis, and the names of the axes.
+        ranks: fingerprint of the set of ranks of the universe, whatever their order.
+        compared_ranks: fingerprints of the sets of ranks that compared a call.
+    """
+
+    def __init__(
+        self,
+        rank_map: RankMap,
+        position: int | None,
+        world: World | None,
+        *,
+        lazy: bool,
+        check_consistency: bool | None,
+        part_of: UniverseCalls | None,
+    ) -> None:
+        if check_consistency is None:
+            check_consistency = check_by_default() if part_of is None else part_of._is_wanted
+        self._is_wanted: bool = check_consistency
+        self._rank_map, self._position, self._part_of = rank_map, position, part_of
+        self._created = "lazy" if lazy else "eager"
+        in_order = rank_map.sorted()
+        self.ranks, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
+        self._world = world
+        self._of_world = ComparedCalls() if world is None else world.state(ComparedCalls)
+        has_store = world is not None and world.store is not None
+        self.is_compared: bool = check_consistency and position is not None and has_store
+        self.compared: set[Hashable] = set()
+        self._keys_written: list[str] = []
+        self.compared_ranks: set[str] = set()
+        self.number: int | None = None
+
+    def compare(
+        self,
+        requests: Sequence[GroupRequest],
+        call: str,
+        layout: Layout,
+        first: int,
+        *,
+        are_default: bool,
+    ) -> str | None:
+        """Compare a call with those of the other ranks, the first time that this rank makes it.
+
+        The ranks of the mesh that the call creates compare it. Example: ranks 0 to 3 are one
+        pipeline stage, and compare the call that flattens the mesh of this stage; ranks 4 to 7 may
+        make other calls. If all ranks must create one of the groups together, all ranks of the
+        universe compare the call.
+
+        Args:
+            requests: requests of the call, one per axis.
+            call: name of the function that the user called.
+            layout: layout of the mesh that the call creates.
+            first: index of the first requested axis in the layout.
+            are_default: whether all requests have the universe's default options.
+
+        Returns:
+            Fingerprint of the ranks that compared the call; None if this rank had compared it, or
+            does not compare calls.
+
+        Raises:
+            RanksDifferError: the ranks disagree.
+        """
+        if not self.is_compared:
+            return None
+        made = (layout, first, *((one.axis_name, one.options.digest) for one in requests))
+        if made in self.compared:
+            return None
+        world, position = self._world, self._position
+        assert world is not None
+        assert position is not None
+        store = world.run_store
+        assert store is not None
+        ranks, first_rank, n_ranks = self.ranks, self._first_rank, self._rank_map.size
+        if layout.size != n_ranks and not any(one.way.needs_all_ranks for one in requests):
+            axis = layout.collapse().sorted()
+            ranks = RankGroups(axis, self._rank_map).fingerprint_of(position)
+            first_rank = self._rank_map.rank_at(layout.base(position))
+            n_ranks = layout.size
+        if not world.is_main_thread():  # threads of two ranks may call in different orders
+            self._of_world.stop(ranks, "a thread other than the main one created process groups")
+        world.run.add_user(self)
+        try:
+            self._of_world.compare(
+                store,
+                ranks,
+                self._describe(call, requests, world.rank),
+                self._keys_written,
+                n_ranks=n_ranks,
+                warns=first_rank == world.rank,
+            )
+        except BaseException as error:
+            if not isinstance(error, RanksDifferError):  # other ranks may count this call
+                why = f"comparing one raised {type(error).__name__} on this rank"
+                self._of_world.stop(ranks, why)
+            if self.number is None:
+                world.run.remove_user(self, world.store)
+            raise
+        self.compared.add(made)
+        self.compared_ranks.add(ranks)
+        if are_default:
+            self.compared.add((layout, first, *(one.axis_name for one in requests)))
+        return ranks
+
+    def _describe(self, call: str, requests: Sequence[GroupRequest], rank: int) -> Description:
+        from meshverse.program_line import program_line
+
+        facts = {
+            "groups": self._created,
+            "over": str(self._rank_map),
+            "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
+            "options": " and ".join(dict.fromkeys(one.options.in_words() for one in requests)),
+        }
+        # 128 bits. A timeout that comes from the default group is left out: there, c10d allows each
+        # rank its own.
+        begin = f"{self._created} {self._rank_map.fingerprint}"
+        if self._part_of is not None:
+            whole = self._part_of._rank_map
+            facts["part of"] = f"a universe of {whole}"
+            begin += f" part of {whole.fingerprint}"
+        digest = hashlib.blake2b(begin.encode(), digest_size=16)
+        for request in requests:
+            options = request.options
+            what = options.digest if options.explicit_timeout else options.name_digest
+            digest.update(f"{request.axis_name}={request.axis} {what}\n".encode())
+        sizes = {request.axis_name: request.axis.size for request in requests}
+        return Description(rank, digest.hexdigest(), call, sizes, facts, program_line())
+
+    def take_number(self) -> None:
+        """Number the universe, unless it has a number."""
+        if self.number is None:
+            self.number = self._of_world.number_universe(self.ranks)
+
+    def note_failure(self, ranks: str | None, error: BaseException) -> None:
+        """Note that a call failed on this rank. It may have succeeded on others.
+
+        Args:
+            ranks: what `compare` returned for it.
+            error: the error of the call.
+        """
+        if ranks is not None and not isinstance(error, RanksDifferError):
+            self._of_world.stop(
+                ranks,
+                f"one raised {type(error).__name__} on this rank, and may have succeeded on others",
+            )
+        # The caller may never get this universe, so `destroy()` would not remove its keys.
+        if self.number is None:
+            self.remove_from_store()
+
+    def give_up(self) -> None:
+        """Compare no more calls of these ranks: the call that creates the universe has failed."""
+        for ranks in self.compared_ranks:
+            self._of_world.stop(ranks, "one failed on this rank, and may have succeeded on others")
+        if self.number is not None:
+            self._of_world.take_back_number(self.ranks, self.number)
+            self.number = None
+        self.remove_from_store()
+
+    def remove_from_store(self) -> None:
+        """Remove the keys that this rank wrote, if the world is not over."""
+        world = self._world
+        if world is None or world.is_over or not self.is_compared:
+            return
+        store = world.run_store
+        assert store is not None
+        with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
+            while self._keys_written:
+                store.remove(self._keys_written[-1])
+                self._keys_written.pop()
+            world.run.remove_user(self, world.store)
+
+    def on_revive(self) -> None:
+        """Forget the keys that this rank wrote: they are in the store of the world that ended."""
+        self._keys_written.clear()
+
+
+def _stride(axis: AxisLayout) -> str:
+    # As torch prints a stride; an axis with several strides is shown with its sizes.
+    if len(axis.strides) < 2:
+        return str(axis.strides[0] if axis.strides else 0)
+    return f"{axis.strides} of {axis.sizes}"
