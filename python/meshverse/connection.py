@@ -32,10 +32,9 @@ from meshverse._torch_compat.c10d_creation import create_connected
 from meshverse._torch_compat.c10d_groups import end_group, find_group
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse._torch_compat.tracing import outside_torch_modes
+from meshverse.hooks import World, check_timeout
 from meshverse.locks import Claim
-from meshverse.options.group_options import check_timeout
 from meshverse.wording import rank_ranges
-from meshverse.world import World
 
 _SHOWN = 8  # missing ranks that an error names at most
 _LOOKS_A_SECOND = 10_000  # most looks into the store of all waiting processes together

@@ -64,7 +64,7 @@ def test_every_import_is_checked() -> None:
 
 
 def _is_of_an_extra(module: str) -> bool:
-    return module.split(".")[1:2] in (["hang"], ["parallel"], ["tools"])
+    return module.split(".")[1:2] in (["connection"], ["hang"], ["parallel"], ["tools"])
 
 
 def test_only_imports_of_extras_by_the_core_are_excused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.versions import AT_LEAST_2_15
+from helpers.versions import AT_LEAST_2_14, AT_LEAST_2_15
 from meshverse import init_device_mesh
 from meshverse._torch_compat.backends import Creation, all_ranks_reason, creation_blocks
 from meshverse.world import World
@@ -43,14 +43,14 @@ def test_nccl_waits_where_it_connects_when_it_is_made(world) -> None:
     assert creation_blocks("nccl") is AT_LEAST_2_15
     assert creation_blocks("nccl2")
     assert creation_blocks("nccl-lazy")
-    assert creation_blocks("nccl-legacy") is not AT_LEAST_2_15  # its name there
+    assert creation_blocks("nccl-legacy") is not AT_LEAST_2_14  # the name that older ones lack
 
 
 def test_under_torchcomms_members_suffice_where_torch_lets_them(world) -> None:
     with torch.distributed.config.patch(use_torchcomms=True):
         reason = all_ranks_reason(dist.group.WORLD, "nccl")
-    # From 2.15 on; there torchcomms is asked whether it is there, and here it is not.
-    assert reason == (None if AT_LEAST_2_15 else "torchcomms")
+    # From 2.14 on, torchcomms is asked whether it is there, and here it is not.
+    assert reason == (None if AT_LEAST_2_14 else "torchcomms")
 
 
 def test_a_default_group_that_is_bound_to_nothing_is_not_split(world) -> None:

@@ -21,7 +21,7 @@ from helpers import splitting
 from helpers.all_reduce import reached_by, reached_ranks
 from helpers.crew import Crew
 from helpers.splitting import NAME, backend_of
-from helpers.versions import AT_LEAST_2_15, needs_one_split
+from helpers.versions import AT_LEAST_2_14, AT_LEAST_2_15, needs_one_split
 from meshverse import DeviceMesh, connect, init_device_mesh
 
 _AXES = ("dp", "tp")
@@ -262,7 +262,7 @@ def test_where_torch_cannot_split_the_groups_are_made_otherwise(
 ) -> None:
     answers = bound_crew.run(_where_nothing_splits, 4, str(via_store_library), str(tmp_path))
     for rank, (error, reached) in enumerate(answers):
-        if not AT_LEAST_2_15:  # where c10d makes a split of backends that have none
+        if not AT_LEAST_2_14:  # where c10d makes a split of backends that have none
             assert _CANNOT_SPLIT in error or "No backend type associated" in error  # in torch 2.11
         assert reached == _expected(rank)["tp"]
 

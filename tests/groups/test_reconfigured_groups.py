@@ -18,7 +18,7 @@ from meshverse import init_device_mesh
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "reconfigure"),
-    reason="torch reconfigures process groups from 2.15 on",
+    reason="torch reconfigures process groups from 2.14 on",
 )
 
 

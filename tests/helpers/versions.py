@@ -20,6 +20,7 @@ needs_canonical_layouts = pytest.mark.skipif(
 
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 AT_LEAST_2_12 = _VERSION >= (2, 12)
+AT_LEAST_2_14 = _VERSION >= (2, 14)
 AT_LEAST_2_15 = _VERSION >= (2, 15)
 
 # The compiler of 2.11 runs a mesh's methods itself: it creates a lazy group, as eager code does,

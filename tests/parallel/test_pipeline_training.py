@@ -193,8 +193,8 @@ def _undisturbed_and_slept(folder: str, virtual: int) -> list[list[Any]]:
     return [_with_sleeps(folder, n_sleeps, virtual) for n_sleeps in (0, 3)]
 
 
-@pytest.mark.parametrize("virtual", in_tiers([1, 2], [2], []))
-@pytest.mark.long
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_a_compiled_pipeline_goes_on_after_all_groups_have_ended(
     crew: Crew, tmp_path: Path, virtual: int

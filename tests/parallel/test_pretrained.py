@@ -154,7 +154,7 @@ def _make(folder: Path, layers: int) -> None:
     ("how", "arrangement"),
     in_tiers(
         product(["load", "initialize"], ["fsdp 4", "tp 2 x fsdp 2", "pp 2 x fsdp 2"]),
-        [("load", "fsdp 4"), ("initialize", "pp 2 x fsdp 2")],
+        [("load", "fsdp 4")],
         [],
     ),
 )

@@ -31,7 +31,7 @@ from .private_names import BackendOptions, ProcessGroup, c10d, c10d_core
 
 # 2.13 and newer can split only the backends of some devices.
 _SPLITS_SOME_DEVICES = "device_types" in (dist.ProcessGroup.split_group.__doc__ or "")
-# When a group is split, 2.15 and newer give each of its backends its own options. Older versions
+# When a group is split, 2.14 and newer give each of its backends its own options. Older versions
 # give the options of one backend to all: gloo ignores them with a warning, other backends raise.
 _SPLITS_WITH_OWN_OPTIONS = hasattr(c10d_core.Backend, "split")
 # 2.15 and newer split the default group for its own backend only.
@@ -68,7 +68,7 @@ def canonical_backend(backend: str) -> str:
 
 
 def ensure_registered(backend: str) -> None:
-    """Let c10d register a backend by this name, if it does so at a backend's first use. 2.15."""
+    """Let c10d register a backend by this name, if it does so at a backend's first use. 2.14."""
     register = getattr(dist.Backend, "_ensure_backend_registered", None)
     if register is not None:
         register(backend)
@@ -231,7 +231,7 @@ def bound_to_device(group: ProcessGroup) -> bool:
 def _uses_torchcomms(backend: str) -> bool:
     if not getattr(torch.distributed.config, "use_torchcomms", False):
         return False
-    # Before 2.15, torchcomms creates all backends.
+    # Before 2.14, torchcomms creates all backends.
     handles = getattr(c10d, "_torchcomms_handles_backend", None)
     return handles is None or bool(handles(backend))
 

@@ -4,7 +4,8 @@
    options).
 2. `GroupOptions.resolve` fills in what the pair leaves out, from the universe's options
    (`Defaults`) and the default group's. It computes the key, which groups must have in common to be
-   shared, and keeps a copy of the backend options.
+   shared, and keeps a copy of the backend options. In the key, options that equal those of a new
+   object count as none.
 3. `GroupOptions.new_backend_options` returns another copy, for c10d, which writes to it.
 
 Backend options are a backend's own options object, such as `ProcessGroupNCCL.Options`.
@@ -248,7 +249,7 @@ class GroupOptions:
             in_force = split_options(default_group)
         ignored = IGNORED_OPTION_FIELDS
         key = OptionsKey.of(backend, in_force, timeout=timeout, ignored=ignored)
-        mine = backend_options if inherits else _copy(backend_options)
+        mine = backend_options if inherits else _copy(backend_options)  # `Defaults` has a copy
         return cls(backend, mine, timeout, key, explicit_timeout=explicit_timeout is not None)
 
     @classmethod

@@ -601,7 +601,7 @@ class UniverseGroups:
         known = {ref.name for ref in self}
         for theirs in other:
             if theirs.group is not None and theirs.name in names and theirs.name not in known:
-                request = theirs.request._replace(way=Way.OTHER_UNIVERSE)
+                request = theirs.request._replace(way=Way.OTHER_UNIVERSE, all_ranks_reason=None)
                 ref = GroupRef(request, self.process_groups, self._reference)
                 self._registry.share(theirs.group, ref)
                 self._refs.append(ref)
