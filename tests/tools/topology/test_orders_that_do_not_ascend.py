@@ -258,7 +258,7 @@ def _made_by_all() -> tuple[list[list[int]], list[int]]:
         patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
         patch.setattr("meshverse.groups.creation.NEW_GROUP_KEEPS_ORDER", False)  # as before 2.13
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), ranks=[3, 1, 0, 2])
-        hows = [group.reason for group in mesh.universe.groups]
+        hows = [group.request.all_ranks_reason for group in mesh.universe.groups]
         assert hows == ["TORCH_DIST_INIT_BARRIER=1"] * 2
         mine = torch.tensor([dist.get_rank()])
         gathered = [torch.empty_like(mine) for _ in range(2)]
