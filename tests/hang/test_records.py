@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from meshverse.hang.dumps import read_dumps
-from meshverse.hang.records import Call, Progress, RankRecord, record_of
+from meshverse.hang.records import (
+    Call,
+    Progress,
+    RankRecord,
+    group_in_words,
+    record_of,
+    short_line,
+)
 from meshverse.hang.verdicts import find_stuck
 from meshverse.tools.commands.main import main
 
@@ -260,3 +267,39 @@ def test_a_file_of_another_kind_is_no_mesh(tmp_path, capsys) -> None:
         command = ["hang", str(tmp_path / "rank_0"), "--mesh", str(tmp_path / "mesh.json")]
         assert main(command) == 2
         assert f"{tmp_path / 'mesh.json'}: " in capsys.readouterr().err
+
+
+def _called(*places: tuple[str, int, str], **changed: Any) -> dict[str, Any]:
+    frames = [{"filename": f, "line": line, "name": name} for f, line, name in places]
+    return _entry(frames=[_ENTRY["frames"][0], *frames], **changed)
+
+
+def test_of_a_helper_the_line_of_its_caller_is_told() -> None:
+    helper, other = ("/me/comm.py", 4, "reduce"), ("/me/comm.py", 9, "gather")
+    router, norm = ("/me/loop.py", 8, "router"), ("/me/loop.py", 12, "norm")
+    below = ("/me/comm.py", 30, "forward"), ("/me/x/torch/autograd/function.py", 5, "apply")
+    entries = [
+        _called(helper, *below, router, collective_seq_id=1),
+        _called(helper, *below, norm, collective_seq_id=2),
+        _called(other, router, collective_seq_id=3),
+        _called(helper, *below, router, collective_seq_id=4),
+    ]
+    entries = [{**each, "frames": list(each["frames"])} for each in entries]
+    lines = [call.line for call in record_of(_dump(*entries), 0, 0.0, n_kept=9).calls]
+    assert lines == [
+        "/me/comm.py:4 in reduce, called at /me/loop.py:8 in router",
+        "/me/comm.py:4 in reduce, called at /me/loop.py:12 in norm",
+        "/me/comm.py:9 in gather",
+        "/me/comm.py:4 in reduce, called at /me/loop.py:8 in router",
+    ]
+    assert short_line(lines[1].replace("/me/", "/home/me/")) == (
+        "me/comm.py:4 in reduce, called at me/loop.py:12 in norm"
+    )
+
+
+def test_a_group_without_a_description_is_called_by_its_ranks() -> None:
+    config = {"7": {"name": "7", "desc": "undefined", "ranks": "[4, 5, 6, 9]"}}
+    record = record_of(_dump(_entry(process_group=("7", "undefined")), pg_config=config), 4, 0.0)
+    seen = record.groups["7"]
+    assert group_in_words(seen) == "the group of ranks 4-6, 9"
+    assert group_in_words(seen._replace(ranks=None)) == "an unnamed group"

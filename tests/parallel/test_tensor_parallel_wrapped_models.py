@@ -309,6 +309,9 @@ def test_what_peft_wraps_and_cannot_be_split_is_refused_by_name(name: str) -> No
     if family == "qwen3_moe" and transformers.__version__.startswith("4."):
         pytest.skip("transformers 4 has no stacked experts")
     model = with_peft(family, **settings)
+    plan = model.get_base_model().tp_plan
+    if name == "tokens" and "model.embed_tokens" not in plan:
+        pytest.skip("this transformers splits no embedding of the family")
     before = {own: id(each) for own, each in model.named_parameters()}
     with fake_world(4):
         mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .records import HISTORY, KEPT, Call, RankRecord, record_of
+from .records import HISTORY, KEPT, Call, RankRecord, group_in_words, record_of
 
 _MANY = 64  # from this number of files on, several processes read them
 _RANK_IN_NAME = re.compile(r"(\d+)(\.\w+)?$")
@@ -224,9 +224,10 @@ def _of_one_moment(
             reason = f"its last call is {age / 3600:,.0f} hours older than that of the newest dump"
             dumps.left_out.append(LeftOut(file, record.rank, reason))
         elif lacks is not None:
+            group = group_in_words(record.groups[lacks.group])
             reason = (
                 f"it is of another moment, {lacks.since - record.time:,.0f} s before number "
-                f"{lacks.number:,} on {record.groups[lacks.group].label}, which is completed"
+                f"{lacks.number:,} on {group}, which is completed"
             )
             dumps.left_out.append(LeftOut(file, record.rank, reason))
         else:

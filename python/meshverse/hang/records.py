@@ -8,13 +8,17 @@ as pickle or JSON, from NCCL and gloo.
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from meshverse.wording import rank_ranges
+
 DEFAULT_GROUP = "the default group"
+UNNAMED_GROUP = "an unnamed group"  # which was created without `group_desc`
 ANY_SOURCE = -1  # `Call.peer` of a receive from any rank of the group
 KEPT = 4  # completed calls kept per group, unless more are asked for
 HISTORY = 100_000  # completed calls kept per group for a history: all that a recorder has
@@ -23,6 +27,8 @@ _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _RANKS_IN_DESCRIPTION = re.compile(r"\[(?:(\d+)(?:-(\d+)(?::(\d+))?)?|[^]]*)\]$")
 # Parts of paths of files that are not the program's. The dump may be from another machine.
 _PACKAGES, _OURS = ("/site-packages/", "/dist-packages/"), ("torch", "meshverse")
+_MOST_CALLERS = 8  # frames of the program above a call that are compared
+_CALLED_AT = ", called at "  # between two lines of the program
 _BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")  # of torch.distributed
 _PYTHONS = ("/lib/python3.", "/python/meshverse/", "/torch/distributed/", "/torch/_", "<")
 
@@ -216,7 +222,16 @@ def label_of(description: str) -> str:
     if description.startswith("mesh_"):
         axes = _RANKS_IN_DESCRIPTION.sub("", description.removeprefix("mesh_")).split("+")
         return axes_in_words(axes)
+    if description == "undefined":  # c10d's default
+        return UNNAMED_GROUP
     return DEFAULT_GROUP if description == "default_pg" else f"group {description!r}"
+
+
+def group_in_words(seen: GroupSeen) -> str:
+    """Return a group's label; of an unnamed group, its ranks."""
+    if seen.label == UNNAMED_GROUP and seen.ranks:
+        return f"the group of ranks {rank_ranges(seen.ranks)}"
+    return seen.label
 
 
 def _described(description: str, rank: int) -> GroupSeen:
@@ -290,7 +305,7 @@ def _calls(entries: Sequence[Entry], n_kept: int) -> list[Call]:
     # Several coalesced operations are one launch: they have the same number, and an entry after
     # them, whose state alone the recorder updates.
     launches: dict[tuple[str, bool, int], list[Entry]] = {}
-    has_timing = False
+    has_timing, lines = False, _lines(entries)
     for entry in entries:
         launches.setdefault(_launch(entry), []).append(entry)
         has_timing = has_timing or _has_started(entry)
@@ -309,7 +324,7 @@ def _calls(entries: Sequence[Entry], n_kept: int) -> list[Call]:
             n_left = left.setdefault(group, n_kept)
             if is_done and not n_left:
                 continue
-            call = _call(entry, number, is_done, _progress(state, has_timing))
+            call = _call(entry, number, is_done, _progress(state, has_timing), lines)
             if call is not None:
                 left[group] = max(n_left - is_done, 0)
                 kept.append(call)
@@ -361,7 +376,9 @@ def _progress(entry: Entry, has_timing: bool) -> Progress:
     return Progress.NOT_STARTED if has_timing else Progress.ENQUEUED
 
 
-def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call | None:
+def _call(
+    entry: Entry, number: int, is_done: bool, progress: Progress, lines: Mapping[int, str]
+) -> Call | None:
     """Return the call of an entry; None if the entry stands for several sends and receives."""
     operation = _text(entry["profiling_name"]).rpartition(":")[2]
     p2p = _P2P.match(operation) if entry.get("is_p2p") else None
@@ -376,7 +393,7 @@ def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call 
         since=int(entry["time_created_ns"]) / 1e9,
         shapes=_shapes(entry["input_sizes"]),
         dtype=_text(next(iter(entry.get("input_dtypes") or ()), "")),
-        line=line_of(frames),
+        line=lines.get(id(frames), ""),
         peer=None if p2p is None else int(p2p[3]),
         out_shapes=_shapes(entry.get("output_sizes") or ()),
         progress=progress,
@@ -398,6 +415,28 @@ def _is_blocking(frame: Mapping[str, Any]) -> bool:
     return frame["name"] in _BLOCKING and str(frame["filename"]).endswith("distributed_c10d.py")
 
 
+def _lines(entries: Iterable[Entry]) -> dict[int, str]:
+    """Return the line of the program at which each call was made, by the id of its frames.
+
+    If a helper makes calls for several of its callers, that line is the same for all of them. Then
+    the line follows from which the helper was called: the first one that is not the same for all.
+    """
+    chains: dict[str, dict[int, tuple[str, ...]]] = {}
+    for entry in entries:
+        frames = entry.get("frames") or ()
+        chain = tuple(itertools.islice(_program_lines(frames), _MOST_CALLERS))
+        if chain:
+            chains.setdefault(chain[0], {})[id(frames)] = chain
+    lines = {}
+    for line, those in chains.items():
+        levels = itertools.zip_longest(*set(those.values()), fillvalue="")
+        differing = next((n for n, level in enumerate(levels) if len(set(level)) > 1), None)
+        for frames_id, chain in those.items():
+            caller = "" if differing is None else "".join(chain[differing : differing + 1])
+            lines[frames_id] = f"{line}{_CALLED_AT}{caller}" if caller else line
+    return lines
+
+
 def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
     """Return the innermost line of the program among frames; "" if there is none.
 
@@ -407,13 +446,31 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
     Args:
         frames: frames, innermost first, each with filename, line and name of the function.
     """
-    in_package = ""
+    return next(_program_lines(frames), "")
+
+
+def _program_lines(frames: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the program among frames, innermost first; see `line_of`."""
+    in_package = []
+    is_found = False
     for frame in frames:
         file = str(frame["filename"])
         line = f"{file}:{frame['line']} in {frame['name']}"
         if any(part in file for part in _PACKAGES):
             is_torchs = any(f"{part}{name}/" in file for part in _PACKAGES for name in _OURS)
-            in_package = in_package or ("" if is_torchs else line)
+            if not is_torchs:
+                in_package.append(line)
         elif not any(part in file for part in _PYTHONS):
-            return line
-    return in_package
+            is_found = True
+            yield line
+    if not is_found:
+        yield from in_package
+
+
+def short_line(line: str) -> str:
+    """Return a line with the last two parts of each file's path."""
+    places = []
+    for place in line.split(_CALLED_AT):
+        file, colon, rest = place.partition(":")
+        places.append("/".join(file.split("/")[-2:]) + colon + rest)
+    return _CALLED_AT.join(places)

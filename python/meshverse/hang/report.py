@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from meshverse.wording import rank_ranges
 
-from .records import Call, GroupSeen, Progress
+from .records import Call, GroupSeen, Progress, group_in_words, short_line
 from .verdicts import Cause, Missing, Skip, Stuck, shapes_in_words
 
 Coordinates = Callable[[int], Mapping[str, int]]
@@ -179,7 +179,7 @@ class ReportFormatter(NamedTuple):
             other = by_name.get(missing.where)
             on = missing.label if other is None else self.group(other.seen)
             return f"waiting in {_called(call)} on {on}{_at(call.line or missing.doing)}"
-        parts = [f"at {_short(missing.doing)}"] if missing.doing else []
+        parts = [f"at {short_line(missing.doing)}"] if missing.doing else []
         if missing.last is not None:
             last = f"{_called(missing.last)}{_at(missing.last.line)}"
             parts.append(f"last call in this group: {last}")
@@ -307,7 +307,7 @@ class ReportFormatter(NamedTuple):
             are_several: whether other ranks are missing, too.
         """
         if missing.doing:
-            return f": look at {_short(missing.doing)}"
+            return f": look at {short_line(missing.doing)}"
         latest = missing.latest
         if latest is None:
             return ""
@@ -334,8 +334,8 @@ class ReportFormatter(NamedTuple):
                     )
                     steps.append(
                         f"{_ranks(others)} wait{'s' * (len(others) == 1)} in "
-                        f"{stuck.call.operation} on {stuck.seen.label}{_at(line)} for rank "
-                        f"{missing.rank}{behind}"
+                        f"{stuck.call.operation} on {group_in_words(stuck.seen)}{_at(line)} for "
+                        f"rank {missing.rank}{behind}"
                     )
                     break
         chain = "; ".join(steps)
@@ -378,8 +378,8 @@ class ReportFormatter(NamedTuple):
             "other ranks made after it"
         )
         return (
-            f"{who[:1].upper()}{who[1:]} skipped {several}{_called(call)} on {skip.seen.label} "
-            f"({_ranks(skip.others)}: {_short(call.line)}): {how}."
+            f"{who[:1].upper()}{who[1:]} skipped {several}{_called(call)} on "
+            f"{group_in_words(skip.seen)} ({_ranks(skip.others)}: {short_line(call.line)}): {how}."
         )
 
     @staticmethod
@@ -398,7 +398,8 @@ class ReportFormatter(NamedTuple):
         counts = {rank: Counter(call.line for call in one.histories[rank]) for rank in shown}
         said = "; ".join(f"rank {r} called {_called(c)}{_at(c.line)}" for r, c in before.items())
         often = "; ".join(
-            f"{_short(line)} " + ", ".join(f"{counts[rank][line]} by rank {rank}" for rank in shown)
+            f"{short_line(line)} "
+            + ", ".join(f"{counts[rank][line]} by rank {rank}" for rank in shown)
             for line in lines
         )
         return (f" Before, {said}." if said else "") + (
@@ -499,14 +500,8 @@ def _coordinates(shared: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{name}={i}' for name, i in shared.items())})" if shared else ""
 
 
-def _short(line: str) -> str:
-    """Return a line with the last two parts of the file's path. The data has the whole path."""
-    file, colon, rest = line.partition(":")
-    return "/".join(file.split("/")[-2:]) + colon + rest
-
-
 def _at(line: str) -> str:
-    return f" at {_short(line)}" if line else ""
+    return f" at {short_line(line)}" if line else ""
 
 
 def _line_of(calls: Iterable[Call]) -> str:

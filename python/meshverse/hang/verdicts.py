@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .records import ANY_SOURCE, Call, GroupSeen, Progress, RankRecord
+from .records import ANY_SOURCE, Call, GroupSeen, Progress, RankRecord, group_in_words
 
 # Beginnings of names of operations whose inputs must have equally many elements on all ranks.
 _EVEN = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather", "reduce_scatter")
@@ -328,10 +328,10 @@ class _WaitForGraph:
         return Missing(
             rank,
             elsewhere=front,
-            label="" if front is None else record.groups[front.group].label,
+            label="" if front is None else group_in_words(record.groups[front.group]),
             last=record.last(group),
             latest=latest,
-            latest_label="" if latest is None else record.groups[latest.group].label,
+            latest_label="" if latest is None else group_in_words(record.groups[latest.group]),
             doing=record.doing_in.get(group, record.doing),
             was_read=record.was_read,
             is_cut=record.is_cut,
