@@ -239,9 +239,9 @@ _SLIPS: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], list[str]]
         ["concatenate() got no meshes"],
     ),
     "a group to find": (
-        lambda m: find_group(m.get_group("tp")),  # type: ignore[arg-type]
+        lambda m: find_group(m["tp"]),  # type: ignore[arg-type]
         TypeError,
-        ["find_group() got <", "pass c10d's name of the group, which is group.group_name"],
+        ["find_group() got DeviceMesh", "pass c10d's name of the group, which is group.group_name"],
     ),
     "a group to save": (
         lambda m: save_mesh(m.get_group("tp")),  # type: ignore[arg-type]

@@ -274,7 +274,7 @@ def _called(*places: tuple[str, int, str], **changed: Any) -> dict[str, Any]:
     return _entry(frames=[_ENTRY["frames"][0], *frames], **changed)
 
 
-def test_of_a_helper_the_line_of_its_caller_is_told() -> None:
+def test_a_helpers_line_comes_with_that_of_its_caller() -> None:
     helper, other = ("/me/comm.py", 4, "reduce"), ("/me/comm.py", 9, "gather")
     router, norm = ("/me/loop.py", 8, "router"), ("/me/loop.py", 12, "norm")
     below = ("/me/comm.py", 30, "forward"), ("/me/x/torch/autograd/function.py", 5, "apply")

@@ -79,7 +79,7 @@ class _Record:
 
 
 class _RecordedLock:
-    """`state_lock`, recorded. `threading.Condition` uses the last three methods."""
+    """`state_lock`, recorded. `threading.Condition` uses the last four methods."""
 
     def __init__(self, lock: Any, record: _Record) -> None:
         self._lock, self._record = lock, record
@@ -100,6 +100,10 @@ class _RecordedLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def locked(self) -> bool:  # from Python 3.14 on
+        locked: bool = self._lock.locked()
+        return locked
 
     def _is_owned(self) -> bool:
         owned: bool = self._lock._is_owned()

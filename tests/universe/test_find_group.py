@@ -20,6 +20,7 @@ def test_a_shared_group_has_the_axes_of_all_that_use_it(world) -> None:
     assert (found.name, found.axes, found.ranks) == (name, ("tp", "ep"), (4, 5, 6, 7))
     assert found.coordinate == {"dp": 1, "tp": 1}
     assert found.universe is mesh.universe
+    assert meshverse.find_group(mesh["tp"].get_group()) == found
 
 
 @in_worlds(FakeWorld(8, 5))

@@ -476,8 +476,9 @@ class DeviceMesh(StockDeviceMesh):
             return text
         more = ""
         if tags:
-            shown: object = dict(zip(self._description.labels, tags, strict=True))
-            more = f", isolate={(tags[0] if len(set(tags)) == 1 else shown)!r}"
+            pairs = zip(self._description.labels, tags, strict=True)
+            shown = tags[0] if len(set(tags)) == 1 else {name: tag for name, tag in pairs if tag}
+            more = f", isolate={shown!r}"
         destroyed = self._destroyed_axes()
         if destroyed:
             more += f", destroyed={(destroyed[0] if len(destroyed) == 1 else destroyed)!r}"

@@ -244,6 +244,7 @@ class Explanation:
         text = (
             f"Requested {self.requested} process group{'s' * (self.requested != 1)}: "
             f"{self.created} created, {planned}{self.shared} reused. Saved: {self.avoided}"
+            + (f", {self.planned} of them not created so far" if self.planned else "")
         )
         if self.saved_bytes:
             text += f" (about {in_bytes(self.saved_bytes)} of device memory)"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshverse._torch_compat.private_names import ProcessGroup
+
 from .registry import universes_here
 
 if TYPE_CHECKING:
@@ -29,25 +31,27 @@ class FoundGroup(NamedTuple):
     universe: Universe
 
 
-def find_group(name: str) -> FoundGroup:
+def find_group(name: str | ProcessGroup) -> FoundGroup:
     """Find the process group of a name, as in NCCL's logs, profiler traces and flight recorders.
 
     Args:
-        name: c10d's name of the group: `group.group_name`.
+        name: c10d's name of the group, `group.group_name`; or the group.
 
     Raises:
         KeyError: no mesh of this process uses a group of this name.
-        TypeError: `name` is no string.
+        TypeError: `name` is neither a string nor a process group.
 
     Example:
         >>> import meshverse
         >>> meshverse.find_group(mesh["tp"].get_group().group_name).axes  # doctest: +SKIP
         ('tp', 'ep')
     """
+    if isinstance(name, ProcessGroup):
+        name = name.group_name
     if not isinstance(name, str):
         raise TypeError(
             f"find_group() got {name!r} of type {type(name).__name__}: pass c10d's name of the "
-            "group, which is group.group_name."
+            "group, which is group.group_name, or the group."
         )
     found = find_group_optional(name)
     if found is None:

@@ -140,6 +140,14 @@ def test_a_program_that_ends_no_world_is_reported_too_with_tables(tmp_path: Path
     assert done.stderr.count("\nUniverse of ranks 0 to 3, seen by rank 0.") == 2
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_job_without_meshes_gets_a_line_that_says_so(rank: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('done')")
+    done = _run("-m", "meshverse", "run", "train.py", cwd=tmp_path, RANK=rank)  # as a launcher
+    assert done.stdout == "done\n"
+    assert ("meshverse run: no mesh was created" in done.stderr) == (rank == "0")
+
+
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_rank_that_raises_shows_the_programs_frames_alone(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import meshverse
 from helpers.observation import STOCK
 from helpers.worlds import fake_world, live_groups
+from meshverse import init_device_mesh
 from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES
 from meshverse.parallel import ParallelismSizes, create_fsdp2_device_mesh, get_flat_mesh
 from meshverse.tools.planner import Places, View, plan, trainer_views
@@ -71,6 +72,27 @@ def test_stock_makes_as_many_as_planned(world) -> None:
     abc = STOCK.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     abc["b", "c"]._flatten("bc")
     assert len(live_groups()) - before == planned.mine.stock_created == 6
+
+
+def test_isolated_axes_have_groups_of_their_own(world) -> None:
+    views = ["dp=2,tp=4,all=dp*tp", "replicate=2,ep=4"]
+    planned = plan(views, backend="fake", rank=5, isolate=["all", "ep"])
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    mesh.flatten("all", isolate="mine")
+    names, universe = ("replicate", "ep"), mesh.universe
+    init_device_mesh("cpu", (2, 4), mesh_dim_names=names, universe=universe, isolate={"ep": "own"})
+    report = universe.explain()
+    assert planned.mine.groups == tuple(group.ranks for group in report.groups)
+    assert [group.asked for group in planned.groups] == [group.requests for group in report.groups]
+    assert planned.mine.created == report.created == 4
+    assert planned.to_dict()["isolate"] == ["all", "ep"]
+    assert "all (isolated)" in str(planned)
+    assert len(planned.picture.groups) == 4
+
+
+def test_an_unknown_axis_to_isolate_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"isolate='tq' names no axis of .* dp, tp"):
+        plan(["dp=2,tp=4"], isolate="tq")
 
 
 def test_memory_is_that_of_the_communicators_made() -> None:

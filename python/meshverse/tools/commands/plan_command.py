@@ -19,6 +19,7 @@ examples:
   meshverse plan pp=8,dp=160,tp=8,loss=pp*dp --view pp=8,replicate=4,shard=40,tp=8 --rank 777
   meshverse plan dp=-1,tp=8 --world-size 64
   meshverse plan pp=8,dp=160,tp=8 --view pp=8,replicate=4,shard=40,tp=8 --saves
+  meshverse plan pp=8,dp=160,tp=8,edp=dp --isolate edp
   meshverse plan dp=4,tp=8 --topology topology.conf --nodes tux[0-3] --node-size 8
   meshverse plan --degrees dp_replicate=4,dp_shard=40,tp=8,pp=8,ep=8 --json
   meshverse plan pp=8,dp=160,tp=8 --node-size 8 --html plan.html --svg plan.svg
@@ -56,6 +57,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nodes", help="the job's nodes in a topology.conf, in the order of ranks: tux[0-3,7]"
+    )
+    parser.add_argument(
+        "--isolate",
+        action="append",
+        default=[],
+        metavar="AXES",
+        help="axes that get groups of their own, as with an isolate= tag each: edp,ep",
     )
     parser.add_argument("--backend", default="nccl", help="backend of all groups (default: nccl)")
     parser.add_argument("--rank", type=int, default=0, help="rank to list groups of (default: 0)")
@@ -104,6 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
         node_size=node_size,
         domain_size=arguments.domain_size,
         topology=topology,
+        isolate=[name.strip() for names in arguments.isolate for name in names.split(",")],
     )
     if arguments.html is not None:
         _write(arguments.html, planned.to_html())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing.spawn
 import multiprocessing.util
+import os
 import sys
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,8 @@ class Setup(NamedTuple):
         """Install Meshverse in this process and its children, and make rank 0 report at the end."""
         install(self.share)
         on_world_started(self._report_at_the_end)
+        if multiprocessing.parent_process() is None and os.environ.get("RANK") == "0":
+            multiprocessing.util.Finalize(None, _say_if_there_was_no_mesh, exitpriority=0)
         # A forked process inherits all of this. A spawned process first receives the dictionary
         # that this function returns, and unpickles it before it imports the program.
         get = multiprocessing.spawn.get_preparation_data
@@ -45,12 +48,26 @@ class Setup(NamedTuple):
         multiprocessing.spawn.get_preparation_data = with_setup
 
     def _report_at_the_end(self) -> None:
+        _has_had_meshes.append(True)
         world = World.current()
         if world is not None and world.rank == 0:
             report = world.state(_Report)
             report.begin(world, self)
             # For a program that does not end its world. Unlike `atexit`, this works in children.
             multiprocessing.util.Finalize(None, report.end, exitpriority=0)
+
+
+_has_had_meshes: list[bool] = []  # not empty once this process has seen a world
+
+
+def _say_if_there_was_no_mesh() -> None:
+    """Print that there is no report, in the first process of a launcher such as torchrun."""
+    if not _has_had_meshes:
+        text = (
+            "meshverse run: no mesh was created, so no process group was shared. Groups of "
+            "new_group() stay torch's; Universe.groups_of() can replace such calls."
+        )
+        print("\n".join(paragraph(text, "  ")), file=sys.stderr, flush=True)  # noqa: T201
 
 
 class _Begin:

@@ -7,12 +7,20 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshverse._core import AxisLayout, RankGroups, RankMap
 from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 from meshverse.tools.pictures import Picture, PicturedGroups, PicturedView
-from meshverse.wording import aligned, counted, in_bytes, paragraph, rank_list, several
+from meshverse.wording import (
+    aligned,
+    counted,
+    did_you_mean,
+    in_bytes,
+    paragraph,
+    rank_list,
+    several,
+)
 
 from .views import View, as_view, check_fits, whole_number
 
@@ -42,6 +50,7 @@ class PlannedGroup:
         bytes_each: estimated device memory of one communicator on each of its ranks; None if the
             backend is unknown.
         crossings: for each known level of the cluster, the parts that the groups span.
+        isolated: whether they are an axis's own, by an isolation tag.
     """
 
     axes: tuple[str, ...]
@@ -53,6 +62,7 @@ class PlannedGroup:
     stock_copies: int
     bytes_each: int | None
     crossings: tuple[Crossing, ...]
+    isolated: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Plan:
         node_size: number n of ranks on each node: ranks 0 to n-1 are on the first. By default, the
             size of the nodes of the topology or of `places`; None if these are not equal blocks of
             consecutive ranks, or no nodes are known. Pictures draw nodes of this size.
+        isolate: names of the axes that have groups of their own.
     """
 
     world: int
@@ -103,6 +114,7 @@ class Plan:
     mine: Mine
     warnings: tuple[str, ...]
     node_size: int | None
+    isolate: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -126,6 +138,7 @@ class Plan:
             "stock_bytes": self.stock_bytes,
             "warnings": list(self.warnings),
             "node_size": self.node_size,
+            "isolate": list(self.isolate),
         }
 
     def to_json(self) -> str:
@@ -143,11 +156,15 @@ class Plan:
     @property
     def picture(self) -> Picture:
         """Picture of the plan, from which pages and drawings are made."""
-        numbers = {axis: number for number, axis in enumerate(_requests(self.views))}
+        requests = _requests(self.views, self.isolate)
+        numbers = {key: number for number, key in enumerate(requests)}
         pictured = [
             (
                 name,
-                [(axis, numbers[layout.sorted()]) for axis, layout in view.axis_layouts().items()],
+                [
+                    (axis, numbers[_key(axis, layout, self.isolate)])
+                    for axis, layout in view.axis_layouts().items()
+                ],
             )
             for name, view in zip(map(str, self.views), self.views, strict=True)
         ]
@@ -155,7 +172,7 @@ class Plan:
             title=f"Planned process groups of {counted(self.world, 'rank')}",
             rank_map=RankMap.identity(self.world),
             rank=self.mine.rank,
-            groups=tuple(map(_pictured, self.groups, numbers)),
+            groups=tuple(map(_pictured, self.groups, (key.axis for key in numbers))),
             views=tuple(PicturedView(name, tuple(axes)) for name, axes in pictured),
             node_size=self.node_size,
             summary=f"Backend {self.backend}. The views request {_counts(self.mine)}. "
@@ -226,12 +243,16 @@ def _table(groups: Sequence[PlannedGroup]) -> list[str]:
     titles += [f"ring steps out of a {level}" for level in levels]
     rows = [titles]
     for group in groups:
-        row = [" ".join(group.axes), group.layout, f"{group.size:,}", f"{group.count:,}"]
+        row = [_names(group), group.layout, f"{group.size:,}", f"{group.count:,}"]
         row.append(f"x{group.stock_copies}" if group.created else "none")
         row += [_spans(each) for each in group.crossings]
         row += [_steps(each) for each in group.crossings]
         rows.append(row)
     return aligned(rows, right=range(2, len(titles)))
+
+
+def _names(group: PlannedGroup) -> str:
+    return " ".join(group.axes) + " (isolated)" * group.isolated
 
 
 def _spans(crossing: Crossing) -> str:
@@ -249,7 +270,7 @@ def _foot(plan: Plan) -> Iterator[str]:
     mine = plan.mine
     yield f"Rank {mine.rank} requests {_counts(mine)}. Its groups:"
     pairs = zip(plan.groups, mine.groups, strict=True)
-    yield from aligned([[" ".join(group.axes), rank_list(ranks)] for group, ranks in pairs])
+    yield from aligned([[_names(group), rank_list(ranks)] for group, ranks in pairs])
     if not all(group.created for group in plan.groups):
         yield "An axis over all ranks uses the default group: no group is created for it."
     if any(group.bytes_each is None for group in plan.groups):
@@ -276,6 +297,7 @@ def plan(
     places: Sequence[Places] = (),
     topology: Topology | None = None,
     communicator_bytes: Mapping[str, int] | None = None,
+    isolate: str | Collection[str] = (),
 ) -> Plan:
     """Plan the process groups that one universe would create for these views of one world.
 
@@ -294,12 +316,14 @@ def plan(
         places: levels of the cluster, if their parts are not such blocks.
         topology: topology of the cluster; all its levels are used.
         communicator_bytes: device memory of one communicator by backend, if you have measured it.
+        isolate: name or names of axes that get groups of their own, as with an `isolate=` tag each.
 
     Raises:
         ValueError: a view cannot be read or does not cover the world; the first view has a size of
             -1, and `world_size` is not given; the world has no rank or more than 16,777,216; the
             rank is outside of it; a node or domain size is not an int above 0; `places` or the
-            topology have another number of ranks; a level is given twice.
+            topology have another number of ranks; a level is given twice; no view has an axis that
+            `isolate` names.
         TypeError: something is not a view, or `views` is one view instead of a list.
     """
     if isinstance(views, (str, Mapping, View)):
@@ -335,19 +359,26 @@ def plan(
                 f"The {several(each.level)} of {counted(len(each.of_rank), 'rank')} are given, but "
                 f"the world has {world}: give a {each.level} for each rank."
             )
+    names = dict.fromkeys(name for view in read for name in view.axis_layouts())
+    isolate = (isolate,) if isinstance(isolate, str) else tuple(isolate)
+    for name in isolate:
+        if name not in names:
+            raise ValueError(
+                f"isolate={name!r} names no axis of these views: they have {', '.join(names)}."
+                f"{did_you_mean(name, names)}"
+            )
     measured = {name.lower(): size for name, size in (communicator_bytes or {}).items()}
     figures = {**COMMUNICATOR_BYTES, **measured}
-    requests = _requests(read)
+    requests = _requests(read, isolate)
+    axes = [key.axis for key in requests]
     groups = tuple(
-        _planned(axis, names, world, crossings, estimate_bytes(backend, axis.size, figures))
-        for (axis, names), crossings in zip(
-            requests.items(), _crossings(requests, known), strict=True
-        )
+        _planned(key, asked, world, crossings, estimate_bytes(backend, key.axis.size, figures))
+        for (key, asked), crossings in zip(requests.items(), _crossings(axes, known), strict=True)
     )
     nodes = next((each.block_size for each in known if each.level == "node"), None)
-    mine, warnings = _mine(number, list(requests), groups, world), _warnings(groups, known)
+    mine, warnings = _mine(number, axes, groups, world), _warnings(groups, known)
     node_size = sizes.get("node", nodes)
-    return Plan(world, tuple(read), backend, groups, mine, warnings, node_size)
+    return Plan(world, tuple(read), backend, groups, mine, warnings, node_size, isolate)
 
 
 def _places(
@@ -378,23 +409,35 @@ def _number(name: str, given: Any) -> int:
     return number
 
 
-def _requests(views: Sequence[View]) -> dict[AxisLayout, dict[str, int]]:
+class _Key(NamedTuple):
+    """Layout and isolation tag that axes have in common if they share groups; "" for no tag."""
+
+    axis: AxisLayout
+    tag: str
+
+
+def _key(name: str, axis: AxisLayout, isolate: Collection[str]) -> _Key:
+    return _Key(axis.sorted(), name if name in isolate else "")
+
+
+def _requests(views: Sequence[View], isolate: Collection[str]) -> dict[_Key, dict[str, int]]:
     """Count how often each distinct group is requested, by axis name."""
-    requests: dict[AxisLayout, dict[str, int]] = {}
+    requests: dict[_Key, dict[str, int]] = {}
     for view in views:
         for name, axis in view.axis_layouts().items():
-            times = requests.setdefault(axis.sorted(), {})
+            times = requests.setdefault(_key(name, axis, isolate), {})
             times[name] = times.get(name, 0) + 1
     return requests
 
 
 def _planned(
-    axis: AxisLayout,
+    key: _Key,
     asked: Mapping[str, int],
     world: int,
     crossings: tuple[Crossing, ...],
     bytes_each: int | None,
 ) -> PlannedGroup:
+    axis, is_isolated = key.axis, bool(key.tag)
     is_default = axis.size == world
     return PlannedGroup(
         axes=tuple(asked),
@@ -402,10 +445,11 @@ def _planned(
         layout=str(axis),
         size=axis.size,
         count=world // axis.size,
-        created=not is_default,
+        created=is_isolated or not is_default,
         stock_copies=0 if is_default else sum(asked.values()),
         bytes_each=bytes_each,
         crossings=crossings,
+        isolated=is_isolated,
     )
 
 
