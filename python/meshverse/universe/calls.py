@@ -73,10 +73,10 @@ class UniverseCalls:
     ) -> str | None:
         """Compare a call with those of the other ranks, the first time that this rank makes it.
 
-        The ranks of the mesh that the call creates compare it. Example: ranks 0 to 3 are one
-        pipeline stage, and compare the call that flattens the mesh of this stage; ranks 4 to 7 may
-        make other calls. If all ranks must create one of the groups together, all ranks of the
-        universe compare the call.
+        Call it only if `is_compared`. The ranks of the mesh that the call creates compare it.
+        Example: ranks 0 to 3 are one pipeline stage, and compare the call that flattens the mesh of
+        this stage; ranks 4 to 7 may make other calls. If all ranks must create one of the groups
+        together, all ranks of the universe compare the call.
 
         Args:
             requests: requests of the call, one per axis.
@@ -86,14 +86,11 @@ class UniverseCalls:
             are_default: whether all requests have the universe's default options.
 
         Returns:
-            Fingerprint of the ranks that compared the call; None if this rank had compared it, or
-            does not compare calls.
+            Fingerprint of the ranks that compared the call; None if this rank had compared it.
 
         Raises:
             RanksDifferError: the ranks disagree.
         """
-        if not self.is_compared:
-            return None
         made = (layout, first, *((one.axis_name, one.options.digest) for one in requests))
         if made in self.compared:
             return None
@@ -166,7 +163,7 @@ class UniverseCalls:
         """Note that a call failed on this rank. It may have succeeded on others.
 
         Args:
-            ranks: what `compare` returned for it.
+            ranks: what `compare` returned for it; None if it was not compared.
             error: the error of the call.
         """
         if ranks is not None and not isinstance(error, RanksDifferError):
