@@ -29,6 +29,9 @@ def _mesh(**options: object) -> DeviceMesh:
 @in_worlds((8, 5))
 def test_a_mesh_as_text(world) -> None:
     assert str(_mesh().draw(node_size=4)) == (
+        "Each place is a rank, with the number of its group; [ ]: the group of rank 5; "
+        "< >: rank 5.\n"
+        "\n"
         "pp  4 groups of 2, layout 2:4\n"
         "  node 0  0 [1] 2  3 \n"
         "  node 1  0 <1> 2  3 \n"
@@ -39,10 +42,7 @@ def test_a_mesh_as_text(world) -> None:
         "\n"
         "tp  4 groups of 2, layout 2:1\n"
         "  node 0  0  0  1  1 \n"
-        "  node 1 [2]<2> 3  3 \n"
-        "\n"
-        "Each place is a rank, with the number of its group; [ ]: the group of rank 5; "
-        "< >: rank 5."
+        "  node 1 [2]<2> 3  3"
     )
 
 

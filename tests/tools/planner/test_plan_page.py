@@ -42,7 +42,7 @@ def test_the_data_is_what_the_page_shows(capsys) -> None:
 
 
 def test_the_text_is_what_the_page_shows() -> None:
-    shown = re.search(r"```text\n(dp  [\s\S]+?)```", _PAGE)
+    shown = re.search(r"```text\n(Each place [\s\S]+?)```", _PAGE)
     assert shown is not None
     with fake_world(32, 13):
         mesh = init_device_mesh("cpu", (2, 4, 4), mesh_dim_names=("pp", "dp", "tp"))

@@ -16,7 +16,7 @@ _CELLS_IN_ROW = 8
 
 def as_text(panels: Sequence[Panel], legend: str) -> str:
     """Return panels as text. `[ ]` marks the group of the picture's rank, `< >` the rank itself."""
-    return "".join(text for text, _ in _pieces(panels, legend)).rstrip("\n")
+    return "".join(text for text, _ in _pieces(panels, legend)).rstrip()
 
 
 def as_rich(panels: Sequence[Panel], legend: str) -> Text:
@@ -35,11 +35,11 @@ _Piece = tuple[str, str]
 
 
 def _pieces(panels: Sequence[Panel], legend: str) -> list[_Piece]:
-    pieces: list[_Piece] = []
+    pieces: list[_Piece] = [(f"{legend}\n", "dim")]
     for panel in panels:
-        pieces += [(panel.title, "bold"), (f"  {panel.subtitle}\n", "dim"), *_lines(panel)]
-        pieces.append(("\n", ""))
-    return [*pieces, (legend, "dim")]
+        pieces += [("\n", ""), (panel.title, "bold"), (f"  {panel.subtitle}\n", "dim")]
+        pieces += _lines(panel)
+    return pieces
 
 
 def _lines(panel: Panel) -> list[_Piece]:
