@@ -123,7 +123,7 @@ def test_torchruns_nodes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_outside_the_mesh_has_no_group_to_mark(world) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), ranks=[4, 5, 6, 7])
     text = str(mesh.draw(node_size=4))
-    assert "node 1  0  0  1  1 " in text
+    assert "node 1  0  0  1  1" in text
     assert "rank 0" not in text
     assert "[" not in text
 
