@@ -230,6 +230,15 @@ def test_lazy_groups_that_are_never_used_are_avoided(world) -> None:
     )
 
 
+def test_lazy_groups_of_another_universe_are_not_planned_by_this_one(world) -> None:
+    eager = init_device_mesh("cpu", (2, 4), mesh_dim_names=("c", "d"))
+    lazy = init_device_mesh("cpu", (4, 2), mesh_dim_names=("a", "b"), lazy=True)
+    OURS.DeviceMesh._concatenate([eager["c"], lazy["b"]])
+    report = eager.universe.explain()
+    assert (report.requested, report.created, report.planned, report.shared) == (2, 2, 0, 0)
+    assert report.groups[2].how == "of another universe"
+
+
 def test_memory_is_estimated_by_backend_and_can_be_given(world) -> None:
     mesh = init_device_mesh("cpu", (1, 8), mesh_dim_names=("one", "all"), isolate={"all": "own"})
     mesh.unflatten("all", (8,), ("view",), isolate="own")

@@ -16,7 +16,6 @@ from meshverse.hang.records import (
     RankRecord,
     group_in_words,
     record_of,
-    short_line,
 )
 from meshverse.hang.verdicts import find_stuck
 from meshverse.tools.commands.main import main
@@ -269,32 +268,15 @@ def test_a_file_of_another_kind_is_no_mesh(tmp_path, capsys) -> None:
         assert f"{tmp_path / 'mesh.json'}: " in capsys.readouterr().err
 
 
-def _called(*places: tuple[str, int, str], **changed: Any) -> dict[str, Any]:
-    frames = [{"filename": f, "line": line, "name": name} for f, line, name in places]
-    return _entry(frames=[_ENTRY["frames"][0], *frames], **changed)
-
-
-def test_a_helpers_line_comes_with_that_of_its_caller() -> None:
-    helper, other = ("/me/comm.py", 4, "reduce"), ("/me/comm.py", 9, "gather")
-    router, norm = ("/me/loop.py", 8, "router"), ("/me/loop.py", 12, "norm")
-    below = ("/me/comm.py", 30, "forward"), ("/me/x/torch/autograd/function.py", 5, "apply")
-    entries = [
-        _called(helper, *below, router, collective_seq_id=1),
-        _called(helper, *below, norm, collective_seq_id=2),
-        _called(other, router, collective_seq_id=3),
-        _called(helper, *below, router, collective_seq_id=4),
-    ]
-    entries = [{**each, "frames": list(each["frames"])} for each in entries]
-    lines = [call.line for call in record_of(_dump(*entries), 0, 0.0, n_kept=9).calls]
-    assert lines == [
-        "/me/comm.py:4 in reduce, called at /me/loop.py:8 in router",
-        "/me/comm.py:4 in reduce, called at /me/loop.py:12 in norm",
-        "/me/comm.py:9 in gather",
-        "/me/comm.py:4 in reduce, called at /me/loop.py:8 in router",
-    ]
-    assert short_line(lines[1].replace("/me/", "/home/me/")) == (
-        "me/comm.py:4 in reduce, called at me/loop.py:12 in norm"
-    )
+def test_a_pending_call_has_the_lines_above_it() -> None:
+    places = [("comm.py", 4, "reduce"), ("loop.py", 8, "router"), ("loop.py", 30, "main")]
+    frames = [{"filename": f"/me/{f}", "line": line, "name": name} for f, line, name in places]
+    entry = _entry(frames=[_ENTRY["frames"][0], *frames], state="scheduled", retired=False)
+    (call,) = _record(entry).calls
+    assert call.line == "/me/comm.py:4 in reduce"
+    assert call.callers == ("/me/loop.py:8 in router", "/me/loop.py:30 in main")
+    (done,) = _record({**entry, "state": "completed"}).calls
+    assert (done.line, done.callers) == (call.line, ())
 
 
 def test_a_group_without_a_description_is_called_by_its_ranks() -> None:

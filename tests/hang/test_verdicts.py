@@ -323,3 +323,30 @@ def test_any_program_that_hangs(programs: dict[int, list[str]]) -> None:
     assert causes == sorted(causes, key=[*Cause].index)
     assert not causes or causes[0] in (Cause.DEADLOCK, Cause.MISSING)
     assert ReportFormatter().text([*found.values()]).count("Stuck: ") == len(found)
+
+
+def _at_helper(group: str, *callers: str) -> Call:
+    return _call(group, 4, line="/me/comm.py:4 in reduce", callers=callers)
+
+
+def test_calls_of_one_helper_come_with_its_callers() -> None:
+    router, norm = "/me/loop.py:8 in router", "/me/loop.py:12 in norm"
+    calls = {
+        0: [_at_helper("tp", "/me/comm.py:30 in forward", router)],
+        1: [_at_helper("etp", "/me/comm.py:30 in forward", norm)],
+    }
+    found = find_stuck(_records({"tp": range(2), "etp": range(2)}, calls))
+    text = ReportFormatter().text(found)
+    assert "rank 0 at me/comm.py:4 in reduce, called at me/loop.py:8 in router" in text
+    assert "in me/comm.py" not in text
+    verdict = ReportFormatter().data(found)[0]["verdict"]
+    assert "called at me/loop.py:8 in router" in verdict
+    assert "called at me/loop.py:12 in norm" in verdict
+    assert [one.call.line for one in found] == ["/me/comm.py:4 in reduce"] * 2  # as compared
+
+
+def test_a_helper_that_one_place_calls_is_enough() -> None:
+    calls = {rank: [_at_helper("dp", "/me/loop.py:8 in f")] for rank in (0, 1)}
+    text = ReportFormatter().text(find_stuck(_records({"dp": range(3)}, {**calls, 2: []})))
+    assert "ranks 0, 1 at me/comm.py:4 in reduce\n" in text
+    assert "called at" not in text

@@ -244,11 +244,10 @@ class Explanation:
         text = (
             f"Requested {self.requested} process group{'s' * (self.requested != 1)}: "
             f"{self.created} created, {planned}{self.shared} reused. Saved: {self.avoided}"
-            + (f", {self.planned} of them not created so far" if self.planned else "")
         )
         if self.saved_bytes:
             text += f" (about {in_bytes(self.saved_bytes)} of device memory)"
-        return text
+        return text + f", {self.planned} of them not created so far" * bool(self.planned)
 
 
 def in_surplus(n_surplus: int) -> str:
@@ -327,7 +326,7 @@ def explain(
         rank=rank,
         requested=sum(sum(group.requests.values()) for group in explained),
         created=sum(group.created for group in explained),
-        planned=sum(group.is_planned for group in explained),
+        planned=sum(group.is_planned and not group.created for group in explained),
         groups=explained,
         parts=tuple(part.ranks for part in parts),
         ranks=rank_map.size if rank_map.is_identity else tuple(rank_map.ranks().tolist()),
@@ -372,7 +371,10 @@ def _joined(one: GroupRef, other: GroupRef) -> GroupRef:
         name: one.requests.get(name, 0) + other.requests.get(name, 0)
         for name in (*one.requests, *other.requests)
     }
-    return replace(one, requests=requests, created=one.created or other.created)
+    maker = other.request if other.created else one.request
+    request = one.request._replace(way=maker.way, all_ranks_reason=maker.all_ranks_reason)
+    created = one.created or other.created
+    return replace(one, request=request, requests=requests, created=created)
 
 
 def _explain_group(

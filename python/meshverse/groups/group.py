@@ -69,7 +69,7 @@ class Group:
     Attributes:
         state: current state.
         handle: c10d's group while the state is live, else None.
-        is_lazy: whether a lazy universe requested it before it was live.
+        is_lazy: whether a lazy universe requested it while it was planned, and never live before.
         was_live: whether it has ever been live.
         have_all_joined: whether all members have joined a rendezvous to create it. Then c10d may
             have created it on some of them only.
@@ -249,10 +249,11 @@ class Group:
         self.state, self.handle = State.LIVE, handle
         self._handles = [known for known in self._handles if known() not in (None, handle)]
         self._handles.append(weakref.ref(handle))
-        for ref in self.refs.alive():
+        refs = self.refs.alive()
+        for ref in refs:
             ref.process_groups[self.name] = handle
             # At an eager first creation there is nothing to notify: no mesh has the group yet.
-            if self.is_lazy or was_live:
+            if self.is_lazy or was_live or len(refs) > 1:
                 ref.notify()
         when_destroyed(handle, _note_destroyed, self.name, self._registry)
 
@@ -412,8 +413,9 @@ class GroupRef:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the group is not created yet."""
-        return self.state in (State.PLANNED, State.BEING_MADE)
+        """Whether the universe's members are still to create the group, at its first use."""
+        is_lazy = self.group is not None and self.group.is_lazy and not self.borrowed
+        return is_lazy and self.state in (State.PLANNED, State.BEING_MADE)
 
     @property
     def origin(self) -> str:

@@ -90,7 +90,7 @@ class GroupRegistry(WorldState):
             if group is None or group.is_gone:
                 group = Group(self._new_name(identity), request, self, content=content)
                 self._by_content[content] = self._by_name[group.name] = group
-            group.is_lazy |= lazy and group.state is not State.LIVE
+            group.is_lazy |= lazy and group.state is State.PLANNED and not group.was_live
             self._add_ref(group, ref)
         return ranks
 

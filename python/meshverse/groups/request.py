@@ -184,6 +184,7 @@ class RequestBuilder:
             TypeError: a field of an options object cannot be read or compared.
         """
         axes = layout.axes if preserve_rank_order else layout.ascending
+        axes = axes[first : first + len(axis_names)]
         options = [self._default or self._resolve_default()] * len(axis_names)
         if overrides:
             options = [self._options(override) for override in overrides]
@@ -191,7 +192,7 @@ class RequestBuilder:
             options = [one.with_tag(tag) for one, tag in zip(options, tags, strict=True)]
         return [
             self.with_options(axis, name, wanted, preserve_rank_order=preserve_rank_order)
-            for axis, name, wanted in zip(axes[first:], axis_names, options, strict=False)
+            for axis, name, wanted in zip(axes, axis_names, options, strict=True)
         ]
 
     def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:

@@ -351,6 +351,7 @@ def _call(values: list[Any], now: float) -> Call:
         shapes=shapes,
         out_shapes=out_shapes,
         progress=Progress(aged.progress),
+        callers=tuple(aged.callers),
     )
 
 

@@ -27,8 +27,8 @@ _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _RANKS_IN_DESCRIPTION = re.compile(r"\[(?:(\d+)(?:-(\d+)(?::(\d+))?)?|[^]]*)\]$")
 # Parts of paths of files that are not the program's. The dump may be from another machine.
 _PACKAGES, _OURS = ("/site-packages/", "/dist-packages/"), ("torch", "meshverse")
-_MOST_CALLERS = 8  # frames of the program above a call that are compared
-_CALLED_AT = ", called at "  # between two lines of the program
+_MOST_CALLERS = 6
+CALLED_AT = ", called at "  # between two lines of the program
 _BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")  # of torch.distributed
 _PYTHONS = ("/lib/python3.", "/python/meshverse/", "/torch/distributed/", "/torch/_", "<")
 
@@ -67,6 +67,7 @@ class Call(NamedTuple):
         progress: how far it is.
         is_async: whether a send or receive is known not to delay the rank's next calls, or may not:
             `isend`, `irecv`, or one whose frames were not recorded.
+        callers: of a pending call, lines of the program above `line`, innermost first.
     """
 
     group: str
@@ -82,6 +83,7 @@ class Call(NamedTuple):
     out_shapes: tuple[tuple[int, ...], ...] = ()
     progress: Progress = Progress.CALLED
     is_async: bool = False
+    callers: tuple[str, ...] = ()
 
     @property
     def is_p2p(self) -> bool:
@@ -229,8 +231,8 @@ def label_of(description: str) -> str:
 
 def group_in_words(seen: GroupSeen) -> str:
     """Return a group's label; of an unnamed group, its ranks."""
-    if seen.label == UNNAMED_GROUP and seen.ranks:
-        return f"the group of ranks {rank_ranges(seen.ranks)}"
+    if seen.ranks:
+        return seen.label.replace(UNNAMED_GROUP, f"the group of ranks {rank_ranges(seen.ranks)}")
     return seen.label
 
 
@@ -305,7 +307,7 @@ def _calls(entries: Sequence[Entry], n_kept: int) -> list[Call]:
     # Several coalesced operations are one launch: they have the same number, and an entry after
     # them, whose state alone the recorder updates.
     launches: dict[tuple[str, bool, int], list[Entry]] = {}
-    has_timing, lines = False, _lines(entries)
+    has_timing = False
     for entry in entries:
         launches.setdefault(_launch(entry), []).append(entry)
         has_timing = has_timing or _has_started(entry)
@@ -324,7 +326,7 @@ def _calls(entries: Sequence[Entry], n_kept: int) -> list[Call]:
             n_left = left.setdefault(group, n_kept)
             if is_done and not n_left:
                 continue
-            call = _call(entry, number, is_done, _progress(state, has_timing), lines)
+            call = _call(entry, number, is_done, _progress(state, has_timing))
             if call is not None:
                 left[group] = max(n_left - is_done, 0)
                 kept.append(call)
@@ -376,15 +378,15 @@ def _progress(entry: Entry, has_timing: bool) -> Progress:
     return Progress.NOT_STARTED if has_timing else Progress.ENQUEUED
 
 
-def _call(
-    entry: Entry, number: int, is_done: bool, progress: Progress, lines: Mapping[int, str]
-) -> Call | None:
+def _call(entry: Entry, number: int, is_done: bool, progress: Progress) -> Call | None:
     """Return the call of an entry; None if the entry stands for several sends and receives."""
     operation = _text(entry["profiling_name"]).rpartition(":")[2]
     p2p = _P2P.match(operation) if entry.get("is_p2p") else None
     if entry.get("is_p2p") and p2p is None:
         return None
     frames = entry.get("frames") or ()
+    n_lines = 1 if is_done else 1 + _MOST_CALLERS
+    line, *callers = [*itertools.islice(_program_lines(frames), n_lines)] or [""]
     return Call(
         group=str(entry["process_group"][0]),
         number=number,
@@ -393,11 +395,12 @@ def _call(
         since=int(entry["time_created_ns"]) / 1e9,
         shapes=_shapes(entry["input_sizes"]),
         dtype=_text(next(iter(entry.get("input_dtypes") or ()), "")),
-        line=lines.get(id(frames), ""),
+        line=line,
         peer=None if p2p is None else int(p2p[3]),
         out_shapes=_shapes(entry.get("output_sizes") or ()),
         progress=progress,
         is_async=p2p is not None and not any(_is_blocking(frame) for frame in frames),
+        callers=tuple(callers),
     )
 
 
@@ -413,28 +416,6 @@ def _text(value: object) -> str:
 
 def _is_blocking(frame: Mapping[str, Any]) -> bool:
     return frame["name"] in _BLOCKING and str(frame["filename"]).endswith("distributed_c10d.py")
-
-
-def _lines(entries: Iterable[Entry]) -> dict[int, str]:
-    """Return the line of the program at which each call was made, by the id of its frames.
-
-    If a helper makes calls for several of its callers, that line is the same for all of them. Then
-    the line follows from which the helper was called: the first one that is not the same for all.
-    """
-    chains: dict[str, dict[int, tuple[str, ...]]] = {}
-    for entry in entries:
-        frames = entry.get("frames") or ()
-        chain = tuple(itertools.islice(_program_lines(frames), _MOST_CALLERS))
-        if chain:
-            chains.setdefault(chain[0], {})[id(frames)] = chain
-    lines = {}
-    for line, those in chains.items():
-        levels = itertools.zip_longest(*set(those.values()), fillvalue="")
-        differing = next((n for n, level in enumerate(levels) if len(set(level)) > 1), None)
-        for frames_id, chain in those.items():
-            caller = "" if differing is None else "".join(chain[differing : differing + 1])
-            lines[frames_id] = f"{line}{_CALLED_AT}{caller}" if caller else line
-    return lines
 
 
 def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
@@ -470,7 +451,7 @@ def _program_lines(frames: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def short_line(line: str) -> str:
     """Return a line with the last two parts of each file's path."""
     places = []
-    for place in line.split(_CALLED_AT):
+    for place in line.split(CALLED_AT):
         file, colon, rest = place.partition(":")
         places.append("/".join(file.split("/")[-2:]) + colon + rest)
-    return _CALLED_AT.join(places)
+    return CALLED_AT.join(places)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from meshverse.wording import rank_ranges
 
-from .records import Call, GroupSeen, Progress, group_in_words, short_line
+from .records import CALLED_AT, Call, GroupSeen, Progress, group_in_words, short_line
 from .verdicts import Cause, Missing, Skip, Stuck, shapes_in_words
 
 Coordinates = Callable[[int], Mapping[str, int]]
@@ -59,10 +61,10 @@ class ReportFormatter(NamedTuple):
             stuck: all stuck calls.
             about: stuck calls to report; by default all.
         """
-        by_name = {one.name: one for one in stuck}
+        by_name = _with_callers(stuck)
         said: set[str] = set()
         paragraphs = []
-        for one in stuck if about is None else about:
+        for one in by_name.values() if about is None else (by_name[each.name] for each in about):
             is_said = one.cause is Cause.DEADLOCK and said.issuperset(one.cycle)
             if one.cause is Cause.DEADLOCK:
                 said.update(one.cycle)
@@ -78,7 +80,7 @@ class ReportFormatter(NamedTuple):
             stuck: all stuck calls.
             about: stuck calls to report; by default all.
         """
-        by_name = {one.name: one for one in stuck}
+        by_name = _with_callers(stuck)
         return [
             {
                 "name": one.name,
@@ -89,7 +91,7 @@ class ReportFormatter(NamedTuple):
                 "number": one.call.number,
                 "seconds": one.seconds,
                 "cause": one.cause.value,
-                "verdict": self.verdict(one, by_name),
+                "verdict": self.verdict(by_name[one.name], by_name),
                 "waiting": [{"rank": rank, **_data(call)} for rank, call in one.waiting.items()],
                 "past": one.past,
                 "missing": [self._missing_data(missing) for missing in one.missing],
@@ -498,6 +500,45 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _coordinates(shared: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{name}={i}' for name, i in shared.items())})" if shared else ""
+
+
+def _with_callers(stuck: Sequence[Stuck]) -> dict[str, Stuck]:
+    """Return stuck calls by name, for a text. Of a helper's line, they also have its caller's.
+
+    If several of them wait at one line, which is called from several places, that line says little.
+    So it gets the innermost of its callers that are not all the same.
+    """
+    chains: dict[str, set[tuple[str, ...]]] = {}
+    for one in stuck:
+        for call in one.waiting.values():
+            chains.setdefault(call.line, set()).add(call.callers)
+    levels: dict[str, int] = {}
+    for line, those in chains.items():
+        for level, callers in enumerate(itertools.zip_longest(*those)):
+            if len(set(callers)) > 1:
+                levels[line] = level
+                break
+
+    def with_caller(call: Call) -> Call:
+        level = levels.get(call.line)
+        if level is None or level >= len(call.callers):
+            return call
+        return call._replace(line=f"{call.line}{CALLED_AT}{call.callers[level]}")
+
+    def elsewhere_with_caller(missing: Missing) -> Missing:
+        elsewhere = missing.elsewhere and with_caller(missing.elsewhere)
+        return missing._replace(elsewhere=elsewhere)
+
+    return {
+        one.name: replace(
+            one,
+            waiting={rank: with_caller(call) for rank, call in one.waiting.items()},
+            missing=[elsewhere_with_caller(each) for each in one.missing],
+            held=[elsewhere_with_caller(each) for each in one.held],
+            may_send=[elsewhere_with_caller(each) for each in one.may_send],
+        )
+        for one in stuck
+    }
 
 
 def _at(line: str) -> str:

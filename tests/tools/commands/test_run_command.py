@@ -145,7 +145,20 @@ def test_a_job_without_meshes_gets_a_line_that_says_so(rank: str, tmp_path: Path
     (tmp_path / "train.py").write_text("print('done')")
     done = _run("-m", "meshverse", "run", "train.py", cwd=tmp_path, RANK=rank)  # as a launcher
     assert done.stdout == "done\n"
-    assert ("meshverse run: no mesh was created" in done.stderr) == (rank == "0")
+    assert ("meshverse run: rank 0 created no mesh" in done.stderr) == (rank == "0")
+
+
+def test_its_own_processes_are_no_such_jobs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print, args=('done',))\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+    )
+    done = _run("-m", "meshverse", "run", "train.py", cwd=tmp_path, RANK="0")
+    assert done.stdout == "done\n"
+    assert done.stderr.count("meshverse run:") == 1
 
 
 @pytest.mark.long

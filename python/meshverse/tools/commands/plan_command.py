@@ -112,7 +112,9 @@ def _run(arguments: argparse.Namespace) -> int:
         node_size=node_size,
         domain_size=arguments.domain_size,
         topology=topology,
-        isolate=[name.strip() for names in arguments.isolate for name in names.split(",")],
+        isolate=[
+            name.strip() for names in arguments.isolate for name in names.split(",") if name.strip()
+        ],
     )
     if arguments.html is not None:
         _write(arguments.html, planned.to_html())

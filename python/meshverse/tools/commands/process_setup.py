@@ -35,8 +35,6 @@ class Setup(NamedTuple):
         """Install Meshverse in this process and its children, and make rank 0 report at the end."""
         install(self.share)
         on_world_started(self._report_at_the_end)
-        if multiprocessing.parent_process() is None and os.environ.get("RANK") == "0":
-            multiprocessing.util.Finalize(None, _say_if_there_was_no_mesh, exitpriority=0)
         # A forked process inherits all of this. A spawned process first receives the dictionary
         # that this function returns, and unpickles it before it imports the program.
         get = multiprocessing.spawn.get_preparation_data
@@ -46,6 +44,15 @@ class Setup(NamedTuple):
             return {**get(name), "meshverse": _Begin(self)}
 
         multiprocessing.spawn.get_preparation_data = with_setup
+
+    def begin_in_first_process(self) -> None:
+        """Do the same, in the process that the user or a launcher started.
+
+        If a launcher such as torchrun did, its first process says at the end if it had no mesh.
+        """
+        self.begin()
+        if os.environ.get("RANK") == "0":
+            multiprocessing.util.Finalize(None, _say_if_there_was_no_mesh, exitpriority=0)
 
     def _report_at_the_end(self) -> None:
         _has_had_meshes.append(True)
@@ -61,10 +68,10 @@ _has_had_meshes: list[bool] = []  # not empty once this process has seen a world
 
 
 def _say_if_there_was_no_mesh() -> None:
-    """Print that there is no report, in the first process of a launcher such as torchrun."""
+    """Print that there is no report, as this process created no mesh."""
     if not _has_had_meshes:
         text = (
-            "meshverse run: no mesh was created, so no process group was shared. Groups of "
+            "meshverse run: rank 0 created no mesh, so it shared no process group. Groups of "
             "new_group() stay torch's; Universe.groups_of() can replace such calls."
         )
         print("\n".join(paragraph(text, "  ")), file=sys.stderr, flush=True)  # noqa: T201

@@ -56,6 +56,6 @@ def _run(arguments: argparse.Namespace) -> Callable[[], None]:
     program = Program(given[0], given[1:], is_module=arguments.is_module)
     from .process_setup import Setup  # imports torch
 
-    Setup(arguments.share, arguments.explain).begin()
+    Setup(arguments.share, arguments.explain).begin_in_first_process()
     program.load()
     return program.run

@@ -23,9 +23,9 @@ def summary_line(explanations: Iterable[Explanation]) -> str:
         + (f"{planned} planned (lazy), " if planned else "")
         + f"{requested - created - planned} reused. "
         f"Saved: {sum(each.avoided for each in all_of_them)}"
-        + (f", {planned} of them not created so far" if planned else "")
     )
-    return text + (f" (about {in_bytes(saved_bytes)} of device memory)." * bool(saved_bytes) or ".")
+    text += f" (about {in_bytes(saved_bytes)} of device memory)" * bool(saved_bytes)
+    return text + f", {planned} of them not created so far" * bool(planned) + "."
 
 
 def shared_group_conflicts(explanations: Iterable[Explanation]) -> list[str]:

@@ -244,7 +244,7 @@ def _table(groups: Sequence[PlannedGroup]) -> list[str]:
     rows = [titles]
     for group in groups:
         row = [_names(group), group.layout, f"{group.size:,}", f"{group.count:,}"]
-        row.append(f"x{group.stock_copies}" if group.created else "none")
+        row.append(f"x{group.stock_copies}" if group.stock_copies else "none")
         row += [_spans(each) for each in group.crossings]
         row += [_steps(each) for each in group.crossings]
         rows.append(row)
@@ -360,7 +360,7 @@ def plan(
                 f"the world has {world}: give a {each.level} for each rank."
             )
     names = dict.fromkeys(name for view in read for name in view.axis_layouts())
-    isolate = (isolate,) if isinstance(isolate, str) else tuple(isolate)
+    isolate = (isolate,) if isinstance(isolate, str) else tuple(dict.fromkeys(isolate))
     for name in isolate:
         if name not in names:
             raise ValueError(
