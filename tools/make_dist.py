@@ -135,7 +135,9 @@ def with_links(readme: str, repository: str, ref: str) -> str:
         return f"{match['image']}{match['text']}({repository}/{kind}/{ref}/{match['path']})"
 
     link = r"(?P<image>!?)(?P<text>\[[^\]]*\])\((?!https?:|#)(?P<path>[^)\s]+)\)"
-    return re.sub(link, absolute, readme).replace("git clone $URL", f"git clone {repository}")
+    return re.sub(link, absolute, readme).replace(
+        "git clone <address of this repository>", f"git clone {repository}"
+    )
 
 
 def project_urls(repository: str, ref: str) -> str:

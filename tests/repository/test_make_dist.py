@@ -77,7 +77,9 @@ def test_links_of_readme_lead_into_the_repository(make_dist: ModuleType) -> None
         "![p](https://host/me/it/raw/v1.0/docs/sharing.svg) [b](https://x.org/y) [c](#here) "
         "[`d`](https://host/me/it/blob/v1.0/e.py)"
     )
-    cloned = make_dist.with_links("git clone $URL meshverse", "https://host/me/it", "v1.0")
+    cloned = make_dist.with_links(
+        "git clone <address of this repository> meshverse", "https://host/me/it", "v1.0"
+    )
     assert cloned == "git clone https://host/me/it meshverse"
 
 
@@ -85,7 +87,7 @@ def test_no_link_of_our_readme_is_left_relative(make_dist: ModuleType) -> None:
     text = (_TOOL.parents[1] / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)]+)\)", make_dist.with_links(text, "https://host/me/it", "v1.0"))
     assert len(links) > 20
-    assert "git clone $URL" in text
+    assert "git clone <address of this repository>" in text
     assert [link for link in links if not link.startswith("https://")] == []
     files = [re.sub(r"#.*", "", link) for link in re.findall(r"\]\(([^)]+)\)", text)]
     missing = [file for file in files if not (_TOOL.parents[1] / file).exists()]
