@@ -47,7 +47,7 @@ _SHORT = {"ep 2": ("mixtral",)}
 # Experts are the same on every mesh; what is around them differs.
 _LONG = {
     "ep 2": ("gpt_oss",),
-    "ep 2 x fsdp 2": ("mixtral", "llama4_text"),
+    "ep 2 x fsdp 2": ("mixtral",),
     "ep 2 x tp 2": _FORMS[::4],
 }
 
