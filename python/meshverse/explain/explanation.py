@@ -233,9 +233,9 @@ class Explanation:
         ]
         if self.n_duplicates:
             foot.append(
-                f"{in_other_universes(self.n_duplicates)} To share them, call "
-                'meshverse.install(share="world") before the first mesh, unless their meshes must '
-                "overlap."
+                f"{in_other_universes(self.n_duplicates)} To share them, create their meshes with "
+                'universe=, or call meshverse.install(share="world") before the first mesh, unless '
+                "they must overlap."
             )
         return foot
 

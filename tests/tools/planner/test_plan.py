@@ -18,7 +18,7 @@ from helpers.worlds import fake_world, live_groups
 from meshverse import init_device_mesh
 from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES
 from meshverse.parallel import ParallelismSizes, create_fsdp2_device_mesh, get_flat_mesh
-from meshverse.tools.planner import Places, View, plan, trainer_views
+from meshverse.tools.planner import Places, View, plan, saves, trainer_views
 
 VIEWS = ("pp=8,dp=160,tp=8,loss=pp*dp", "pp=8,replicate=4,shard=40,tp=8", "world=10240")
 
@@ -87,6 +87,7 @@ def test_isolated_axes_have_groups_of_their_own(world) -> None:
     assert planned.mine.created == report.created == 4
     assert planned.to_dict()["isolate"] == ["all", "ep"]
     assert "all (isolated)" in str(planned)
+    assert "Isolated, each with groups of its own: all, ep\n" in str(saves(planned))
     assert len(planned.picture.groups) == 4
 
 

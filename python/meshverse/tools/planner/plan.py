@@ -233,6 +233,8 @@ def head(plan: Plan) -> Iterator[str]:
     ranks, views = counted(plan.world, "rank"), counted(len(plan.views), "view")
     yield f"World of {ranks}, backend {plan.backend}, {views}:"
     yield from (f"  {view}" for view in plan.views)
+    if plan.isolate:
+        yield f"Isolated, each with groups of its own: {', '.join(plan.isolate)}"
     yield ""
 
 
