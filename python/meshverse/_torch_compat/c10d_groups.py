@@ -71,7 +71,7 @@ def store_of(default_group: ProcessGroup) -> Any:
 
 
 def clone_store(store: Any) -> Any:
-    """Return another connection to a store, or the store itself if it is not a `TCPStore`."""
+    """Return another client of a store, or the store itself if it is not a `TCPStore`."""
     base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
@@ -189,7 +189,7 @@ def is_shrunk_default(group: ProcessGroup) -> bool:
 
 
 def can_be_reconfigured(group: ProcessGroup) -> bool:
-    """Whether a group's members, and this process's rank in it, can change. 2.15.
+    """Whether a group's members, and this process's rank in it, can change. 2.14-2.15.
 
     The group's own `supports_reconfigure` does not say so: it is true for every gloo group.
     """

@@ -200,9 +200,7 @@ def create_by_members(
         backend_options=backend_options,
         timeout=options.timeout,
         name=group.name,
-        attempt=str(
-            attempt or ""
-        ),  # so that a first attempt has the same keys without a rendezvous
+        attempt=str(attempt or ""),  # the first attempt has the same keys without a rendezvous
         description=group_desc(list(dict.fromkeys((request.axis_name, *requested))), ranks),
     )
     try:
