@@ -17,7 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _TOP = Path(__file__).resolve().parent.parent
-_SOURCES = [*(_TOP / "csrc").glob("*.cpp"), *(_TOP / "csrc" / "bindings").glob("*.cpp")]
+_NOT_PACKAGED = {"tests", "fuzz"}
+_SOURCES = [
+    path for path in (_TOP / "csrc").rglob("*.cpp") if path.parent.name not in _NOT_PACKAGED
+]
 _FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden")
 
 

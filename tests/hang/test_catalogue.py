@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from helpers.hang_catalogue import CATALOGUE, CataloguedHang, Verdict
-from helpers.recorded_job import Format
+from helpers.recorded_job import BEGIN, Format
+from meshverse.hang.live import Alarm
+from meshverse.hang.records import RankRecord, record_of
+from meshverse.hang.report import NoRecord, ReportFormatter
+from meshverse.hang.verdicts import Stuck, find_stuck
+from meshverse.run_store import Run, RunStore
 from meshverse.tools.commands.main import main
 
 _FORMATS = [Format("nccl"), Format("nccl", is_timed=True), Format("nccl2"), Format("gloo")]
@@ -41,6 +47,41 @@ def test_the_root_cause_comes_first(hang, of, expected, tmp_path: Path, capsys) 
     if expected.cause:
         assert main([*command, "--json"]) == 1
         assert json.loads(capsys.readouterr().out)[0]["cause"] == expected.cause
+
+
+def _reports(records: dict[int, RankRecord]) -> list[tuple[Stuck, str]]:
+    """Return each group's verdict, with its text, as one of its waiting ranks reports it.
+
+    The ranks exchange their records through a store, as those of a running job do.
+    """
+    store, found = dist.HashStore(), []
+    alarms = {rank: Alarm(RunStore(store, Run(rank, len(records))), 0) for rank in records}
+    for rank, record in records.items():
+        alarms[rank].answer(record)
+    for rank, record in records.items():
+        for group in dict.fromkeys(call.group for call in record.pending()):
+            if alarms[rank].claim(group, record):
+                stuck = find_stuck(alarms[rank].collect(group, record))
+                formatter = ReportFormatter(no_record=NoRecord.NO_ANSWER)
+                own = [one for one in stuck if one.group == group]
+                found += [(one, formatter.text(stuck, [one])) for one in own]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hang", "of", "expected"), [case for case in _CASES if "gloo" not in str(case.id)]
+)
+def test_the_ranks_of_a_running_job_come_to_the_same_verdicts(
+    hang: CataloguedHang, of: Format, expected: Verdict
+) -> None:
+    dumps = hang.job.dumps(of)
+    records = {rank: record_of(dump, rank, BEGIN + 600.0) for rank, dump in dumps.items()}
+    causes = {one.name: one.cause for one in find_stuck(records)}
+    reports = _reports(records)
+    assert {one.name: one.cause for one, _ in reports} == causes
+    assert bool(reports) is bool(expected.cause)
+    if len(dumps) == len(hang.job.programs):  # all ranks live
+        assert not [text for _, text in reports if "not responding" in text]
 
 
 def test_the_catalogue_has_each_kind() -> None:

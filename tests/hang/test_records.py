@@ -106,6 +106,48 @@ def test_calls_inside_a_coalesced_one_are_over_with_it() -> None:
     assert _record(*inside, whole).pending() == []
 
 
+def test_a_call_that_the_host_is_inside_is_not_over() -> None:
+    # As dumped where a rank calls with more elements than the others: NCCL connects ranks for it.
+    pending = {"state": "scheduled", "retired": False}
+    inside = {"state": "completed", "retired": False}
+    record = _record(
+        _entry(collective_seq_id=1, retired=True),
+        _entry(collective_seq_id=2, **pending),
+        _entry(collective_seq_id=3, **inside),
+    )
+    assert [call.number for call in record.pending()] == [2, 3]
+    record = _record(_entry(collective_seq_id=1, **pending), _entry(collective_seq_id=2))
+    assert [call.is_done for call in record.calls] == [True, True]  # it is retired
+
+
+def _batch(first_record: int = 0) -> list[dict[str, Any]]:
+    """A send and a receive that NCCL ran as one, after a collective, as torch 2.11 records them."""
+    p2p = {"collective_seq_id": 1, "p2p_seq_id": 1, "is_p2p": True, "state": "scheduled"}
+    whole = p2p | {"is_p2p": False, "state": "completed", "input_sizes": [], "output_sizes": []}
+    entries = [
+        _entry(collective_seq_id=1, p2p_seq_id=0, op_id=1),
+        _entry(**p2p, profiling_name="nccl:send 0->1", op_id=2, retired=False),
+        _entry(**p2p, profiling_name="nccl:recv 0<-1", op_id=3, retired=False),
+        _entry(**whole, profiling_name="nccl:coalesced", op_id=3),
+    ]
+    return [entry | {"record_id": first_record + i} for i, entry in enumerate(entries)]
+
+
+@pytest.mark.parametrize("changed", [{}, {"is_p2p": True}])
+def test_sends_and_receives_of_a_batch_are_over_with_it(changed: dict[str, Any]) -> None:
+    *operations, whole = _batch()
+    record = _record(*operations, whole | changed)
+    assert [call.operation for call in record.calls] == ["all_reduce", "send", "recv"]
+    assert record.pending() == []
+    left = _record(*operations, whole | changed | {"state": "scheduled"}).pending()
+    assert [(call.operation, call.number) for call in left] == [("send", 1), ("recv", 1)]
+
+
+def test_the_end_of_a_batch_whose_operations_are_gone_is_no_collective() -> None:
+    *_, whole = _batch(first_record=2000)
+    assert _record(whole).calls == []
+
+
 def test_of_groups_of_one_name_the_last_counts() -> None:
     # In a second world, c10d's default group is "0" again, and counts from 1.
     first = [_entry(collective_seq_id=number, pg_id=0) for number in (1, 2, 3)]
@@ -253,7 +295,10 @@ def test_nothing_is_pending(tmp_path, capsys) -> None:
     (tmp_path / "rank_0").write_bytes(pickle.dumps(_dump(_entry())))
     assert main(["hang", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
-        "No call is pending in the dumps of 1 rank. There is no dump of rank 1.\n"
+        "No call is pending in the dumps of 1 rank. There is no dump of rank 1. Gloo does not "
+        "record sends and receives; with NCCL, the first call of a group or of a pair of ranks is "
+        "recorded once all of them have made it. If the job hangs in one, start meshverse.watch() "
+        "in it, or look at the stacks of its processes (py-spy dump).\n"
     )
     assert main(["hang", str(tmp_path), "--json"]) == 0
     assert capsys.readouterr().out == "[]\n"

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 import meshverse
+from helpers import via_store
 from helpers.crew import Crew
 from helpers.forked import SECONDS
 from helpers.turns import wait_until
 from helpers.worlds import fake_world
-from meshverse.hang.live import Alarm
+from meshverse.hang.live import Alarm, _add_unrecorded
 from meshverse.hang.records import Call, GroupSeen, RankRecord
 from meshverse.hang.watch import _WatchedWorld, watch_by_environment
 from meshverse.run_store import RunStore
@@ -295,6 +297,58 @@ def test_a_receive_right_after_one_that_was_reported_is_reported_too(crew: Crew)
         assert ended.startswith(
             f"Rank 0: recv on the default group, ranks 0, {peer} is no longer stuck, "
         )
+
+
+def _unrecorded(library: Path) -> list[str]:
+    """Get stuck in a group of a backend that records nothing, as NCCL before its communicator."""
+    lines, rank = _logged(), dist.get_rank()
+    via_store.register(library)
+    store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=SECONDS)
+    group = dist.new_group([0, 1], backend=via_store.NAME, group_desc="uneven")
+    watch = meshverse.watch(1, on_stuck=lambda hang: store.set("reported", "x"))
+    if rank == 1:
+        store.wait(["reported"], timeout)
+    dist.all_reduce(torch.ones(3), group=group)
+    if rank == 0:
+        wait_until(lambda: any("no longer stuck" in text for text in lines.texts))
+        store.set("ended", "x")
+    else:  # in no collective: that would be stuck
+        store.wait(["ended"], timeout)
+    assert watch is not None
+    watch.stop()
+    return [line for text in lines.texts for line in text.splitlines()]
+
+
+def test_a_collective_that_torch_does_not_record_is_found(
+    crew: Crew, via_store_library: Path
+) -> None:
+    lines, others = crew.run(_unrecorded, 2, via_store_library)
+    assert others == []
+    assert lines[1].startswith("Stuck: all_reduce on group 'uneven', ranks 0, 1, for ")
+    assert "test_watch.py" in lines[2]
+    assert " in _unrecorded" in lines[2]
+    assert [line for line in lines if line.startswith("Verdict: rank 1 has not called it: look")]
+    assert lines[-1].startswith("Rank 0: all_reduce on group 'uneven', ranks 0, 1 is no longer s")
+
+
+@pytest.mark.parametrize(
+    ("last", "is_cut", "pending"),
+    [
+        (None, False, [0]),
+        (None, True, []),  # the recorder may have had it
+        (Call("7", 7, "all_reduce", True, 50.0), False, [8]),
+        # Recorded, but the host is still inside NCCL, so that torch takes it for over.
+        (Call("7", 7, "all_reduce", True, 50.0, is_retired=False), False, [7]),
+        # A call after the one that the thread was first seen in.
+        (Call("7", 7, "all_reduce", True, 150.0), False, []),
+    ],
+)
+def test_what_is_added_of_a_collective_that_is_not_recorded_as_pending(
+    last: Call | None, is_cut: bool, pending: list[int]
+) -> None:
+    record = RankRecord(0, 200.0, [] if last is None else [last], is_cut=is_cut)
+    _add_unrecorded(record, Call("7", 0, "all_reduce", False, 100.0))
+    assert [call.number for call in record.pending()] == pending
 
 
 def _operations_of_looks(n_looks: int) -> Counter[str]:

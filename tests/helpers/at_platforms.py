@@ -7,10 +7,10 @@ import pytest
 from helpers.versions import needs_one_split
 from one_gpu import why_no_gpu
 
-__all__ = ["at"]
+__all__ = ["ON_GPU", "at"]
 
 _NO_GPU = why_no_gpu()
-_ON_GPU = (
+ON_GPU = (
     pytest.mark.gpu,
     pytest.mark.timeout(600),
     pytest.mark.skipif(_NO_GPU is not None, reason=_NO_GPU or ""),
@@ -28,5 +28,5 @@ def at(*ways: str) -> pytest.MarkDecorator:
 
 def _marks(way: str) -> tuple[pytest.MarkDecorator, ...]:
     if way.startswith("nccl"):
-        return _ON_GPU
+        return ON_GPU
     return (needs_one_split,) if way == "splitting bound" else ()

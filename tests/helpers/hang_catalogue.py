@@ -371,6 +371,18 @@ CATALOGUE = [
         gloo=_NO_P2P,
     ),
     CataloguedHang(
+        "batches of sends and receives that ended, before a call that a rank lacks",
+        "pp=2",
+        Job(
+            [
+                [batch(sends("pp", 1), receives("pp", 1)), WORLD, WORLD],
+                [batch(receives("pp", 0), sends("pp", 0)), WORLD, STOPS],
+            ],
+            {"pp": [(0, 1)]},
+        ),
+        Verdict("missing", ("rank 1 (pp=1) has not called it",), ("send", "recv")),
+    ),
+    CataloguedHang(
         "a pending receive before a send that has ended",
         "pp=3",
         Job(

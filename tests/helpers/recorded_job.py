@@ -271,7 +271,7 @@ class _Run:
             "time_discovered_completed_ns": time if is_done and not self.of.is_gloo else None,
             "retired": is_done,
             "timeout_ms": 600_000,
-            "is_p2p": any(one.peer is not None for one in each.parts),
+            "is_p2p": part.peer is not None,  # not of the entry of a batch
         }
 
 

@@ -123,14 +123,15 @@ def groups_of_process() -> Iterator[tuple[str, str, list[int]]]:
 
 
 def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
-    """Return the send, receive or collective with a root that a thread is in, or None.
+    """Return the send, receive or collective that a thread is in, or None.
 
-    The flight recorder records no sends and receives of gloo, and no roots of collectives. This
-    finds them in the frames of a waiting thread: it is in a function of torch.distributed, or in
-    one of its pipelines that has a list of sends and receives.
+    The flight recorder records no sends and receives of gloo, no roots of collectives, and with
+    NCCL no call before the group has a communicator: a group's first call creates it, and waits
+    for the other ranks there. This finds them in the frames of a waiting thread: it is in a
+    function of torch.distributed, or in one of its pipelines that has a list of sends and receives.
     """
     while frame is not None and _is_torchs(frame):
-        if _is_in(frame, _PEERS | _ROOTS):
+        if _is_call(frame):
             return _wait(frame.f_code.co_name, frame.f_locals)
         if _is_in_pipeline(frame):
             for value in list(frame.f_locals.values()):
@@ -140,10 +141,10 @@ def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
     return None
 
 
-def stands_in_p2p(frame: FrameType | None) -> bool:
-    """Return whether a thread is in a send or receive of torch.distributed."""
+def is_in_call(frame: FrameType | None) -> bool:
+    """Return whether a thread is in a send, receive or collective of torch.distributed."""
     while frame is not None and _is_torchs(frame):
-        if _is_in(frame, _PEERS) or _is_in_pipeline(frame):
+        if _is_call(frame) or _is_in_pipeline(frame):
             return True
         frame = frame.f_back
     return False
@@ -170,6 +171,13 @@ def _is_in(frame: FrameType, functions: Collection[str]) -> bool:
     return is_c10d and frame.f_code.co_name in functions
 
 
+def _is_call(frame: FrameType) -> bool:
+    return _is_in(frame, _CALLS) or (
+        frame.f_globals.get("__name__") == "torch.distributed._functional_collectives"
+        and frame.f_code.co_name in _COLLECTIVES
+    )
+
+
 def _is_in_pipeline(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("torch.distributed.pipelining.")
 
@@ -178,6 +186,8 @@ _CREATIONS = ("new_group", "split_group", "init_process_group")
 _PEERS = {
     "send": ("group_dst", "dst"),
     "recv": ("group_src", "src"),
+    "isend": ("group_dst", "dst"),
+    "irecv": ("group_src", "src"),
     "send_object_list": ("group_dst", "dst"),
     "recv_object_list": ("group_src", "src"),
 }
@@ -189,11 +199,35 @@ _ROOTS = {
 }
 
 
+# Of torch.distributed and of its functional collectives, whose calls torch records by these names.
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_gather_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    *_ROOTS,
+)
+_CALLS = {*_PEERS, *_COLLECTIVES}
+
+
 def _wait(operation: str, values: dict[str, Any]) -> FrameWait | None:
-    group = values.get("group") or dist.GroupMember.WORLD
-    name = None if group is None else c10d._world.pg_names.get(group)
-    if group is None or name is None:
+    group = values.get("group_name") or values.get("group") or dist.GroupMember.WORLD
+    if isinstance(group, str):  # of a functional collective
+        group = next((one for one, name in c10d._world.pg_names.items() if name == group), None)
+    if not isinstance(group, dist.ProcessGroup):  # perhaps a mesh that is not resolved yet
         return None
+    name = c10d._world.pg_names.get(group)
+    if name is None:
+        return None
+    if operation not in _PEERS and operation not in _ROOTS:
+        return FrameWait(operation, name, None, None)
     in_group, in_world = (_PEERS | _ROOTS)[operation]
     other = values.get(in_group)
     is_peer = operation in _PEERS
@@ -202,7 +236,7 @@ def _wait(operation: str, values: dict[str, Any]) -> FrameWait | None:
     elif other is None and is_peer:  # only receives may leave it out
         other = -1
     return FrameWait(
-        operation.partition("_")[0],
+        operation.partition("_")[0].removeprefix("i") if is_peer else operation,
         name,
         other if is_peer else None,
         None if is_peer else other,

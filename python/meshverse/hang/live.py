@@ -16,7 +16,7 @@ from meshverse._torch_compat.flight_recorder import (
     creation_of_frame,
     groups_of_process,
     read_flight_recorders,
-    stands_in_p2p,
+    is_in_call,
     wait_of_frame,
 )
 from meshverse.hooks import RunStore, find_group_optional, finest_coordinate, universes_here
@@ -54,14 +54,20 @@ def record_here(
     frames = sys._current_frames()
     record = RankRecord(rank, time.time())
     threads: dict[str, int] = {}  # by group, the one that made the last call
+    groups = {name: (description, ranks) for name, description, ranks in groups_of_process()}
     for dump in read_flight_recorders(with_lines=with_lines):
+        # Calls of an earlier group of the same name do not count.
+        dump["entries"] = [
+            entry
+            for entry in dump["entries"]
+            if groups.get(entry["process_group"][0], ("",))[0] in ("", entry["process_group"][1])
+        ]
         _add_recorded(record, record_of(dump, rank, record.time, n_kept=n_kept))
         threads |= {
             entry["process_group"][0]: int(entry["thread_id"])
             for entry in dump["entries"]
             if str(entry.get("thread_id")).isdecimal()
         }
-    groups = {name: (description, ranks) for name, description, ranks in groups_of_process()}
     record.groups = {
         name: GroupSeen(label_of(description), ranks)
         for name, (description, ranks) in groups.items()
@@ -132,21 +138,43 @@ def _joined(thread: int | None, frames: Mapping[int, FrameType]) -> FrameType | 
 
 
 def _add_wait(record: RankRecord, frame: FrameType, since: float) -> None:
-    """Add a frame's send or receive to the record; of a collective, add the root to its call."""
+    """Add what a frame says to the record: a call that torch has not recorded, or a call's root."""
     wait = wait_of_frame(frame)
     if wait is None:
         return
-    if wait.peer is not None:
-        line = line_of(_innermost_first(frame))
-        call = Call(wait.group, 0, wait.operation, False, since, line=line, peer=wait.peer)
-        if not any(one.is_p2p and one.group == call.group for one in record.pending()):
+    pending = [call for call in record.pending() if call.group == wait.group]
+    line = line_of(_innermost_first(frame))
+    call = Call(wait.group, 0, wait.operation, False, since, line=line, peer=wait.peer)
+    if call.is_p2p:
+        if not any(one.is_p2p for one in pending):
             record.calls.append(call)
-        return
-    for index in range(len(record.calls) - 1, -1, -1):
-        call = record.calls[index]
-        if (call.group, call.operation, call.is_done) == (wait.group, wait.operation, False):
-            record.calls[index] = call._replace(detail=f"root {wait.root}")
-            return
+    elif not pending:
+        _add_unrecorded(record, call)
+    elif wait.root is not None:
+        for index, one in reversed([*enumerate(record.calls)]):
+            if (one.group, one.operation, one.is_done) == (wait.group, wait.operation, False):
+                record.calls[index] = one._replace(detail=f"root {wait.root}")
+                return
+
+
+def _add_unrecorded(record: RankRecord, call: Call) -> None:
+    """Add a collective that a thread is in, and of which torch has recorded no pending call.
+
+    With NCCL, that is the first one of a group or a device, while it creates the communicator; or
+    the last recorded one, which seems over while the host is inside NCCL.
+    """
+    last = record.last(call.group)
+    if last is None:
+        # Otherwise it may have been recorded, and the recorder no longer has it.
+        if not record.is_cut:
+            record.calls.append(call)
+    elif last.since >= call.since:
+        return  # the thread is in a later call than the one that it was first seen in
+    elif last.is_retired:
+        record.calls.append(call._replace(number=last.number + 1))
+    else:
+        index = record.calls.index(last)
+        record.calls[index] = last._replace(is_done=False, progress=Progress.CALLED)
 
 
 def _innermost_first(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
@@ -157,9 +185,9 @@ def _innermost_first(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
 
 
 def waits_in_frames() -> Iterator[FrameKey]:
-    """Iterate over the threads that are in a send or receive now, with their frames."""
+    """Iterate over the threads that are in a send, receive or collective now, with their frames."""
     for thread, frame in sys._current_frames().items():
-        if stands_in_p2p(frame):
+        if is_in_call(frame):
             yield thread, id(frame), frame.f_lasti
 
 
@@ -202,8 +230,12 @@ class Alarm(NamedTuple):
         pending: dict[str, list[Call]] = {}
         for call in record.pending():
             pending.setdefault(call.group, []).append(call)
+        fronts = record.fronts()
         for group, calls in pending.items():
-            lines = (json.dumps([record.rank, *_aged(call, record.time)]) for call in calls)
+            lines = (
+                json.dumps([record.rank, call in fronts, *_aged(call, record.time)])
+                for call in calls
+            )
             key = self._key("group", _identity(group, record.groups[group]))
             self.store.append(key, "".join(f"{line}\n" for line in lines))
             keys.append(key)
@@ -235,31 +267,34 @@ class Alarm(NamedTuple):
     def collect(self, group: str, mine: RankRecord) -> dict[int, RankRecord]:
         """Return the records of a group's ranks, by global rank.
 
-        Also those of the ranks of groups in which its missing ranks wait.
+        Also those of the ranks of groups in which others wait: ranks that are missing, or that have
+        enqueued their call behind another one.
 
         Args:
             group: c10d's name of the group.
             mine: record of this rank.
         """
         records = {mine.rank: mine}
-        left = [group]
+        left = [group, *(call.group for call in mine.fronts())]
         read: set[str] = set()
+        whole: set[int] = set()  # ranks whose whole records were read
         while left and len(read) < _MOST_GROUPS:
             name = left.pop(0)
             if name in read:
                 continue
             read.add(name)
             seen = next((r.groups[name] for r in records.values() if name in r.groups), None)
-            here = self._read_group(name, seen, records)
+            in_front = self._read_group(name, seen, records)
             members = () if seen is None else seen.ranks or ()
-            missing = [rank for rank in members if rank not in here and rank != mine.rank]
+            missing = [rank for rank in members if rank not in {mine.rank, *in_front, *whole}]
             peers = {one.partner(mine.rank, members) for one in mine.calls if one.group == name}
             # Partners of this rank's sends and receives first: only _MOST_MISSING records are read.
             missing.sort(key=lambda rank: rank not in peers)
             for rank in missing[:_MOST_MISSING]:
                 if text := self.store.read(self._key("rank", rank)):
                     records[rank] = record = _from_text(text)
-                    left += [call.group for call in record.pending()]
+                    whole.add(rank)
+                    left += [call.group for call in record.fronts()]
             for rank in missing[_MOST_MISSING:]:
                 records.setdefault(rank, RankRecord(rank, mine.time, was_read=False))
         return records
@@ -267,18 +302,23 @@ class Alarm(NamedTuple):
     def _read_group(
         self, name: str, seen: GroupSeen | None, records: dict[int, RankRecord]
     ) -> set[int]:
-        here, now = set(), time.time()
+        """Add a group's pending calls to the records; return the ranks that wait in one of them.
+
+        The others have enqueued theirs behind a call in another group.
+        """
+        in_front, now = set(), time.time()
         key = self._key("group", _identity(name, seen))
         for line in self.store.read(key).splitlines():
-            rank, *values = json.loads(line)
+            rank, is_in_front, *values = json.loads(line)
             record = records.setdefault(rank, RankRecord(rank, now))
             call = _call(values, now)
-            here.add(rank)
+            if is_in_front:
+                in_front.add(rank)
             if seen is not None:
                 record.groups.setdefault(name, seen)
             if not any(one[:3] == call[:3] for one in record.calls):
                 record.calls.append(call)
-        return here
+        return in_front
 
     def _key(self, what: str, which: object) -> str:
         return f"watch/{self.number}/{what}/{which}"

@@ -65,6 +65,8 @@ class Call(NamedTuple):
         detail: another argument that must be equal on all ranks, such as "root 1"; "" if unknown.
         out_shapes: shapes of the outputs.
         progress: how far it is.
+        is_retired: whether the backend's own bookkeeping is done with the call, too. Until then,
+            NCCL's calls may seem over while the host is still inside NCCL; see `_calls`.
         is_async: whether a send or receive is known not to delay the rank's next calls, or may not:
             `isend`, `irecv`, or one whose frames were not recorded.
         callers: of a pending call, lines of the program above `line`, innermost first.
@@ -84,6 +86,7 @@ class Call(NamedTuple):
     progress: Progress = Progress.CALLED
     is_async: bool = False
     callers: tuple[str, ...] = ()
+    is_retired: bool = True
 
     @property
     def is_p2p(self) -> bool:
@@ -211,8 +214,8 @@ def record_of(dump: Mapping[str, Any], rank: int, time: float, *, n_kept: int = 
             if name not in groups:
                 groups[str(name)] = _described(description, rank)
         last = [entry for entry in entries if entry.get("pg_id") == ids[entry["process_group"][0]]]
-        calls = _calls(last, n_kept)
         is_cut = bool(entries) and int(entries[0].get("record_id", 0)) > 0
+        calls = _calls(last, n_kept, is_cut=is_cut)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"an entry is not as torch writes it: {error!r}") from None
     has_p2p = any(not _is_gloos(entry) for entry in entries)
@@ -302,34 +305,58 @@ def _as_range(ranks: list[int]) -> Sequence[int]:
 Entry = Mapping[str, Any]
 
 
-def _calls(entries: Sequence[Entry], n_kept: int) -> list[Call]:
-    """Return the calls of entries to keep, in order: the last ones and all pending ones."""
+def _calls(entries: Sequence[Entry], n_kept: int, *, is_cut: bool) -> list[Call]:
+    """Return the calls of entries to keep, in order: the last ones and all pending ones.
+
+    Args:
+        entries: in the order of the recorder.
+        n_kept: how many completed calls are kept of each group.
+        is_cut: whether older entries are gone.
+    """
     # Several coalesced operations are one launch: they have the same number, and an entry after
-    # them, whose state alone the recorder updates.
+    # them, whose state alone the recorder updates. That of sends and receives says of itself that
+    # it is none of them, and has the number of the collective before it.
     launches: dict[tuple[str, bool, int], list[Entry]] = {}
+    previous: dict[str, Entry] = {}  # of each group
     has_timing = False
     for entry in entries:
-        launches.setdefault(_launch(entry), []).append(entry)
+        group = str(entry["process_group"][0])
+        before = previous.get(group)
         has_timing = has_timing or _has_started(entry)
+        if _is_of_several(entry) and before is None and is_cut:
+            continue  # the recorder no longer has its operations
+        is_of_p2p = _is_of_several(entry) and before is not None and bool(before.get("is_p2p"))
+        launch = _launch(before if is_of_p2p and before is not None else entry)
+        launches.setdefault(launch, []).append(entry)
+        previous[group] = entry
+    # A call that the host is still inside, as when NCCL connects ranks, is "completed" to torch: its
+    # end was not recorded yet, which CUDA takes for over. Only a retired call is sure to be. NCCL
+    # runs the collectives of a group in order, so all before such a one are over, and none is that
+    # comes after a pending one. Sends and receives end in any order.
     last_done: dict[str, int] = {}
     for (group, is_p2p, number), inside in launches.items():
-        if not is_p2p and not _is_gloos(inside[-1]) and _is_done(inside[-1]):
+        state = inside[-1]
+        if not (is_p2p or _is_gloos(state)) and _is_done(state) and state.get("retired"):
             last_done[group] = max(last_done.get(group, 0), number)
+    first_pending: dict[str, int] = {}
+    for (group, is_p2p, number), inside in launches.items():
+        is_over = is_p2p or _is_gloos(inside[-1]) or number <= last_done.get(group, 0)
+        if not is_over and not _is_done(inside[-1]):
+            first_pending[group] = min(first_pending.get(group, number), number)
     left: dict[str, int] = {}
     kept: list[Call] = []
     for (group, is_p2p, number), inside in reversed(launches.items()):
-        # NCCL runs the collectives of a group in order, so all before one that is over are over
-        # too. Sends and receives end in any order.
         is_over = not is_p2p and number <= last_done.get(group, 0)
+        is_behind = not is_p2p and number > first_pending.get(group, number)
         for entry, state in reversed(_operations(inside)):
-            is_done = is_over or _is_done(state)
+            is_done = is_over or (_is_done(state) and not is_behind)
             n_left = left.setdefault(group, n_kept)
             if is_done and not n_left:
                 continue
             call = _call(entry, number, is_done, _progress(state, has_timing))
             if call is not None:
                 left[group] = max(n_left - is_done, 0)
-                kept.append(call)
+                kept.append(call._replace(is_retired=bool(state.get("retired", True))))
     kept.reverse()
     return kept
 
@@ -343,7 +370,7 @@ def _launch(entry: Entry) -> tuple[str, bool, int]:
 def _operations(inside: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
     """Return the operations of a launch, each with the entry that has its state."""
     *operations, whole = inside
-    if not operations or not str(whole["profiling_name"]).endswith("coalesced"):
+    if not operations or not _is_of_several(whole):
         return [(entry, entry) for entry in inside]
     if operations[0].get("is_p2p"):
         return [(entry, whole) for entry in operations]
@@ -354,6 +381,11 @@ def _operations(inside: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
     for key in ("input_sizes", "output_sizes"):
         one[key] = [size for entry in operations for size in entry.get(key, ())]
     return [(one, whole)]
+
+
+def _is_of_several(entry: Entry) -> bool:
+    """Return whether an entry is that of a launch of several operations, after their own."""
+    return str(entry["profiling_name"]).endswith(":coalesced")
 
 
 def _is_gloos(entry: Entry) -> bool:

@@ -285,6 +285,13 @@ class ReportFormatter(NamedTuple):
             else " Compare roots, split sizes and reduce operations, too: torch does not record "
             "them."
         )
+        if not is_enqueued and not one.call.number and not one.call.is_p2p:
+            return (
+                "all ranks are in the call, and torch has not recorded it. With NCCL, they are "
+                "creating the group's communicator: look at the network, and at what NCCL logs "
+                "with NCCL_DEBUG=INFO. A backend without a flight recorder may wait for other "
+                "reasons."
+            )
         if not is_enqueued:
             return (
                 "all ranks have made the call, and torch's records show no mismatch. They cannot "

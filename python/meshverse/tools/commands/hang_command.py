@@ -130,12 +130,11 @@ def _nothing_is_pending(dumps: Dumps) -> str:
     if absent:
         are = "are no dumps" if len(absent) > 1 else "is no dump"
         text += f" There {are} of rank{'s' * (len(absent) > 1)} {rank_ranges(absent)}."
-    if kind == "collective":
-        text += (
-            " Gloo does not record sends and receives. If the job hangs in one, start "
-            "meshverse.watch() in it, or look at the stacks of its processes (py-spy dump)."
-        )
-    return text
+    return (
+        f"{text} Gloo does not record sends and receives; with NCCL, the first call of a group or "
+        "of a pair of ranks is recorded once all of them have made it. If the job hangs in one, "
+        "start meshverse.watch() in it, or look at the stacks of its processes (py-spy dump)."
+    )
 
 
 def _name_left_out(dumps: Dumps, file: TextIO) -> None:
