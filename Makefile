@@ -39,6 +39,10 @@ PYTEST := $(VENV)/bin/python $(PYTEST_ARGS)
 # others, also where the environment says that Python shall keep nothing.
 test test-all test-long: export PYTHONDONTWRITEBYTECODE :=
 
+# These tests are of jobs on CPUs. With a GPU, torch gives the meshes of a gloo job NCCL groups, too,
+# and NCCL takes one rank for each: that is what `make gpu` tests.
+test test-all test-long soak coverage: export CUDA_VISIBLE_DEVICES :=
+
 test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel, in minutes
 	$(PYTEST) $(ARGS)
 
@@ -100,9 +104,9 @@ sanitize: $(TOOLS)/.tools ## run the C++ tests under address and undefined-behav
 # Gloo's own choice of a network needs a host name that resolves.
 gpu gpubench: export PYTHONPATH := $(CURDIR)/build/gpu
 gpu gpubench: export GLOO_SOCKET_IFNAME ?= lo
-gpu: ## run the tests that need a GPU, built from source beside the torch that PYTHON has
+gpu: ## run the tests that need a GPU, built from source beside the torch that PYTHON has; ARGS="-m gpu" for the long ones too
 	$(PYTHON) tools/build_beside_torch.py build/gpu
-	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
+	$(PYTHON) -m pytest tests/gpu -m 'gpu and not long' $(ARGS)
 
 gpubench: ## measure NCCL communicators in the same way; results in benchmarks/results
 	$(PYTHON) tools/build_beside_torch.py build/gpu

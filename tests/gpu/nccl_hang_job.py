@@ -35,7 +35,7 @@ _CYCLES = 200_000_000_000  # of the GPU's clock, about 2 GHz: longer than the jo
 
 
 class Job:
-    """The rank's mesh (dp=2, tp=2), whose groups have been used unless the hang is in a first use."""
+    """The rank's mesh (dp=2, tp=2), with groups that have been used, unless the first use hangs."""
 
     def __init__(self) -> None:
         self.mesh = meshverse.init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))

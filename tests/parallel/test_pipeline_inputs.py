@@ -58,6 +58,23 @@ def test_batches_have_the_shape_and_dtype_of_the_first(crew: Crew) -> None:
         assert norm > 0
 
 
+def losses_of_strided_tokens() -> list[list[float]]:
+    tokens = batch(0)
+    strided = torch.cat([tokens, tokens], 1)[:, :LENGTH]
+    assert not strided.is_contiguous()
+    batches = (tokens, strided)
+    steps = [make_pipeline(make()).step(each, target=each) for each in batches]
+    return [[loss.item() for loss in losses] for losses in steps]
+
+
+def test_a_batch_may_be_part_of_a_larger_tensor(crew: Crew) -> None:
+    answers = crew.run(losses_of_strided_tokens, 2)
+    assert answers[0] == [[], []]
+    whole, part = answers[1]
+    assert whole == part
+    assert whole
+
+
 def evaluate_shorter_batches() -> list[list[float]]:
     pipeline = make_pipeline(make())
     pipeline.step(batch(0), target=batch(0))

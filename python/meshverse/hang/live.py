@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 from meshverse._torch_compat.flight_recorder import (
     creation_of_frame,
     groups_of_process,
-    read_flight_recorders,
     is_in_call,
+    read_flight_recorders,
     wait_of_frame,
 )
 from meshverse.hooks import RunStore, find_group_optional, finest_coordinate, universes_here

@@ -329,10 +329,10 @@ def _calls(entries: Sequence[Entry], n_kept: int, *, is_cut: bool) -> list[Call]
         launch = _launch(before if is_of_p2p and before is not None else entry)
         launches.setdefault(launch, []).append(entry)
         previous[group] = entry
-    # A call that the host is still inside, as when NCCL connects ranks, is "completed" to torch: its
-    # end was not recorded yet, which CUDA takes for over. Only a retired call is sure to be. NCCL
-    # runs the collectives of a group in order, so all before such a one are over, and none is that
-    # comes after a pending one. Sends and receives end in any order.
+    # While the host is still inside a call, as when NCCL connects ranks, torch has "completed" for
+    # it: CUDA takes an event that was not recorded yet for over. Only a retired call is sure to be.
+    # NCCL runs the collectives of a group in order: all before a retired one are over, and none
+    # after a pending one is. Sends and receives end in any order.
     last_done: dict[str, int] = {}
     for (group, is_p2p, number), inside in launches.items():
         state = inside[-1]

@@ -257,7 +257,9 @@ class PipelineSchedule:
         batches.check(inputs, target)
         split = _for_each_sequence(keywords, inputs)
         losses: list[Tensor] = []
-        arguments = (inputs,) if any(own.is_first for own in self._owned) else ()
+        # Torch 2.11 refuses other strides, such as those of the tokens before the last one.
+        is_first = any(own.is_first for own in self._owned)
+        arguments = (inputs.contiguous(),) if is_first else ()
         run(*arguments, target=target, losses=losses, return_outputs=False, **split)
         batches.has_run(inputs)
         return [loss.detach() * self._parts for loss in losses]
