@@ -117,6 +117,7 @@ _OF_PROCESSES = [
     "resident memory",
     "store operations",
 ]
+_ON_ONE_GPU = ["process groups", "device memory of a rank", "set up"]
 _SUMMARY_ROWS = [
     ("operations", "create 4-D mesh"),
     ("operations", "slice again"),
@@ -253,6 +254,16 @@ def _lost_ranks(reports: _Reports, prefix: str) -> str:
     return "\n\n".join(parts)
 
 
+def _one_gpu(reports: _Reports, prefix: str) -> str:
+    """Return the table of communicators on one GPU, and on which."""
+    if not reports.get("gpu", {}).get("measurements"):
+        return ""
+    rows = [("gpu", f"{operation}, unbound") for operation in _ON_ONE_GPU]
+    figures = _side_by_side(reports, rows, (2, 4, 8), "ranks").replace(", unbound", "")
+    gpu = " ".join(reports["gpu"]["notes"])
+    return f"{_caption('gpu')}\n\n{figures}\n\n{gpu}. {_where(reports, ['gpu'])}"
+
+
 def _caption(suite: str) -> str:
     words = _RAN_ON[suite]
     return f"*{words[0].upper()}{words[1:]}. Medians.*"
@@ -306,6 +317,7 @@ _PARTS: dict[str, Callable[[_Reports, str], str]] = {
     "processes": _processes,
     "sizes": _sizes,
     "summary": _summary,
+    "one_gpu": _one_gpu,
     "reached": _reached,
     "plots": _plots,
     "lost_ranks": _lost_ranks,

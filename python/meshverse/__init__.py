@@ -6,7 +6,7 @@ This function creates meshes that torch's DTensor, FSDP2 and tensor parallelism 
 own. Within one universe, they share one process group per distinct list of ranks and options:
 `mesh.universe.explain()` shows what was shared. Almost all operations on them cost the same at any
 world size; `docs/limits.md` lists the others. Collectives are torch's, and no faster. Nothing was
-measured on GPUs.
+measured on several GPUs.
 """
 
 # ruff: noqa: F403, F405  # the names come from _names

@@ -39,6 +39,9 @@ from meshverse.parallel import (
     get_flat_mesh,
 )
 
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 # torch's ring attention in float32 needs parts of sequences, two for each rank of cp, of a multiple
 # of 32 tokens.
 _VOCABULARY, _BATCH, _LENGTH, _STEPS = 64, 8, 128, 3
@@ -130,6 +133,7 @@ def _trained(wanted: World, name: str, sizes: dict[str, int]) -> tuple[list[floa
         ("qwen3_moe", {"ep_size": 2}),
     ],
 )
+@needs_transformers
 @at("nccl", "nccl bound")
 def test_a_model_of_transformers_trains_as_on_one_process(
     world: World, run: Callable[..., list[Any]], name: str, sizes: dict[str, int]
@@ -178,6 +182,7 @@ def _split_sequences(
         pytest.param(torch.bfloat16, 2, 0.1, id="grouped-bfloat16"),
     ],
 )
+@needs_transformers
 @at("nccl", "nccl bound")
 def test_context_parallelism_equals_one_process(
     world: World,
@@ -309,6 +314,7 @@ def _kept(wanted: World, folder: Path) -> tuple[list[float], int | None, list[fl
         return losses, step, [again.step(number) for number in (2, 3)]
 
 
+@needs_transformers
 @at("gloo", "nccl mixed", "nccl bound mixed")
 def test_a_snapshot_brings_back_the_state(
     world: World, run: Callable[..., list[Any]], tmp_path: Path

@@ -29,7 +29,7 @@ def test_it_compiles_the_files_of_the_wheel() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(via_store.compiler() is None, reason="there is no C++ compiler")
 def test_what_it_builds_can_be_imported(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(_TOOL), str(tmp_path)], check=True, timeout=3 * SECONDS)
+    subprocess.run([sys.executable, str(_TOOL), str(tmp_path)], check=True)
     program = "import meshverse, meshverse._core as core; print(core.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -52,7 +52,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--live",
         metavar="HOST",
         help="ask NCCL's RAS (ncclras) about the running job with a process on this host, twice, "
-        "and print the stacks (py-spy) of the processes here that it names; not tried on GPUs yet",
+        "and print the stacks (py-spy) of the processes here that it names",
     )
     parser.add_argument(
         "--mesh",

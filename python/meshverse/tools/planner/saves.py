@@ -57,7 +57,7 @@ UNKNOWN = (
         "Which axes must overlap. Collectives of axes that share a communicator run one after the "
         "other; each axis with an isolate= tag gets its own again."
     ),
-    "Meshverse itself was not measured on GPUs.",
+    "Meshverse itself was measured on one GPU only.",
 )
 """Sentences about what the figures leave out."""
 
