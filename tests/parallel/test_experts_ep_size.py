@@ -280,7 +280,7 @@ def _two_stages(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("rank", in_tiers([0, 7], [7]))
 @pytest.mark.parametrize("how", in_tiers(["given", "asked when made", "degree"], ["given"]))
 @pytest.mark.parametrize("whole", [True, False], ids=["all stages' mesh", "one stage's mesh"])
 @pytest.mark.parametrize("entrance", [_by_function, _by_manager])

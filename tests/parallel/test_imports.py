@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import meshverse.parallel as parallel
+from helpers.tiers import in_tiers
 from meshverse.parallel import compat
 
 _FOLDER = Path(parallel.__file__).parent
@@ -68,11 +69,14 @@ def test_the_package_alone_imports_nothing(imported_by: Callable[[str], set[str]
 
 @pytest.mark.parametrize(
     "names",
-    [
-        "ParallelismSizes, create_fsdp2_device_mesh, get_submesh, get_fsdp_dp_mesh",
-        "CollectiveConfig, build_collective, MeshCollective",
-        "import_class_from_path, destroy_dist_connection",
-    ],
+    in_tiers(
+        [
+            "ParallelismSizes, create_fsdp2_device_mesh, get_submesh, get_fsdp_dp_mesh",
+            "CollectiveConfig, build_collective, MeshCollective",
+            "import_class_from_path, destroy_dist_connection",
+        ],
+        ["ParallelismSizes, create_fsdp2_device_mesh, get_submesh, get_fsdp_dp_mesh"],
+    ),
 )
 def test_what_needs_no_sharding_does_not_import_it(imported_by, names) -> None:
     imported = imported_by(f"from meshverse.parallel import {names}")

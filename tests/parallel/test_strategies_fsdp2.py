@@ -144,7 +144,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", _SETTINGS)
+@pytest.mark.parametrize("name", in_tiers(_SETTINGS, ["selective", "other parts", "offload"]))
 @pytest.mark.parametrize(
     ("ranks", "sizes"), [(2, {}), pytest.param(4, {"tp_size": 2}, marks=pytest.mark.sweep)]
 )
