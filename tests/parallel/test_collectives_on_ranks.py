@@ -232,7 +232,9 @@ def test_closing_frees_what_was_made(fresh_crew) -> None:
         assert len(during[0]) > len(before[0])
         assert during[1] > before[1]
         assert during[2] > before[2]
-        assert after == before
+        assert after[0] == before[0]
+        assert after[1] <= before[1]
+        assert after[2] <= before[2]
 
 
 def _close_twice() -> list[tuple[set[str], int, int]]:
@@ -248,7 +250,9 @@ def _close_twice() -> list[tuple[set[str], int, int]]:
     collective.local.close()
     dist.barrier()
     deadline = time.monotonic() + 60
-    while _held() != before and time.monotonic() < deadline:
+    while any(now > then for now, then in zip(_held()[1:], before[1:], strict=True)):
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.01)  # sleep: it looks again, as a joined thread is listed for a moment
     return [before, during, _held()]
 

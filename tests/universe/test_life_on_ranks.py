@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -63,6 +64,8 @@ def _destroy(way: str) -> dict[str, Any]:
     others = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES)
     own = dist.new_group([0, 1, 2, 3])
     given = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("given",))
+    assert sum(_use(others)) == 2
+    assert sum(reached_by(own)) == 4  # all connections are there, now that they were used
     before = _held()
     mesh = _mesh(timeout=timedelta(seconds=30))  # so that no axis is on the default group
     _use(mesh)
@@ -70,6 +73,9 @@ def _destroy(way: str) -> dict[str, Any]:
     getattr(mesh.universe, way)()
     getattr(mesh.universe, way)()  # again: nothing happens
     dist.barrier()
+    if way == "destroy":  # gloo's sockets and threads end by themselves
+        with contextlib.suppress(TimeoutError):
+            wait_until(lambda: all(count <= before[what] for what, count in _held().items()))
     after = _held()
     assert sum(_use(others)) == 2
     given.universe.destroy()
@@ -85,7 +91,7 @@ def test_what_was_made_is_given_back_and_nothing_else(fresh_crew: Crew, way: str
         for what in ("threads", "descriptors"):
             assert seen["during"][what] > seen["before"][what]
             if way == "destroy":  # after an abort, gloo's are left behind for their timeout
-                assert seen["after"][what] == seen["before"][what]
+                assert seen["after"][what] <= seen["before"][what]
         assert seen["printed"] == "DeviceMesh((tp=2), 'cpu', stride=(1,))"
 
 
