@@ -160,7 +160,7 @@ def _line_of_thread() -> str:
     thread = threading.Thread(target=trains_here)
     thread.start()
     is_there.wait()
-    record = record_here(0, {}, with_lines=True)
+    record = record_here(0, with_lines=True)
     may_end.set()
     thread.join()
     return next(iter(record.doing_in.values()), "")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 import meshverse
 from helpers import via_store
@@ -24,6 +25,7 @@ from helpers.crew import Crew
 from helpers.forked import SECONDS
 from helpers.turns import wait_until
 from helpers.worlds import fake_world
+from meshverse._torch_compat.flight_recorder import FrameWait, wait_of_frame
 from meshverse.hang.live import Alarm, _add_unrecorded
 from meshverse.hang.records import Call, GroupSeen, RankRecord
 from meshverse.hang.watch import _WatchedWorld, watch_by_environment
@@ -331,24 +333,102 @@ def test_a_collective_that_torch_does_not_record_is_found(
     assert lines[-1].startswith("Rank 0: all_reduce on group 'uneven', ranks 0, 1 is no longer s")
 
 
+_OVER = Call("7", 7, "all_reduce", True, 50.0)
+_INSIDE = _OVER._replace(is_retired=False)  # the host is inside NCCL: torch takes it for over
+
+
 @pytest.mark.parametrize(
-    ("last", "is_cut", "pending"),
+    ("last", "is_cut", "sequence", "pending"),
     [
-        (None, False, [0]),
-        (None, True, []),  # the recorder may have had it
-        (Call("7", 7, "all_reduce", True, 50.0), False, [8]),
-        # Recorded, but the host is still inside NCCL, so that torch takes it for over.
-        (Call("7", 7, "all_reduce", True, 50.0, is_retired=False), False, [7]),
-        # A call after the one that the thread was first seen in.
-        (Call("7", 7, "all_reduce", True, 150.0), False, []),
+        (None, False, 0, [0]),
+        (None, True, 0, []),  # the recorder may have had it
+        (None, True, 9, [9]),
+        (_OVER, False, 0, [8]),
+        (_OVER, False, 8, [8]),
+        (_OVER, False, 7, []),  # just over, and the thread still in the function
+        (_OVER._replace(since=150.0), False, 0, []),
+        (_INSIDE, False, 0, [7]),
+        (_INSIDE._replace(since=150.0), False, 7, [7]),
     ],
 )
 def test_what_is_added_of_a_collective_that_is_not_recorded_as_pending(
-    last: Call | None, is_cut: bool, pending: list[int]
+    last: Call | None, is_cut: bool, sequence: int, pending: list[int]
 ) -> None:
     record = RankRecord(0, 200.0, [] if last is None else [last], is_cut=is_cut)
-    _add_unrecorded(record, Call("7", 0, "all_reduce", False, 100.0))
+    _add_unrecorded(record, Call("7", 0, "all_reduce", False, 100.0), sequence)
     assert [call.number for call in record.pending()] == pending
+
+
+def _calls_that_threads_are_in(library: Path, how: str) -> list[tuple[str, bool]]:
+    """Return what the frames of a thread say while it waits for rank 1, in two calls."""
+    via_store.register(library)
+    group = dist.new_group([0, 1], backend=via_store.NAME)
+    calls = {
+        "c10d": lambda: dist.all_reduce(torch.ones(3), group=group),
+        "functional": lambda: funcol.all_reduce(torch.ones(3), "sum", group) + 1,
+        "gathered": lambda: funcol.all_gather_tensor(torch.ones(3), 0, group) + 1,
+    }
+    store, found = dist.distributed_c10d._get_default_store(), []
+    for turn in range(2):
+        if dist.get_rank() == 0:
+            thread = threading.Thread(target=calls[how])
+            thread.start()
+            wait_until(lambda thread=thread: _wait_of(thread) is not None)
+            first = _wait_of(thread)
+            time.sleep(0.05)  # sleep: it looks again
+            again = _wait_of(thread)
+            assert first is not None
+            assert again is not None
+            assert (first.frame, first.since) == (again.frame, again.since)
+            found.append((first.operation, first.group == group.group_name))
+            del first, again
+            store.set(f"seen {turn}", "x")
+            thread.join()
+        else:
+            store.wait([f"seen {turn}"], timedelta(seconds=SECONDS))
+            calls[how]()
+    return found
+
+
+def _wait_of(thread: threading.Thread) -> FrameWait | None:
+    return wait_of_frame(sys._current_frames().get(thread.ident or 0), time.time())
+
+
+@pytest.mark.parametrize(
+    ("how", "operation"),
+    [("c10d", "all_reduce"), ("functional", "all_reduce"), ("gathered", "all_gather")],
+)
+def test_a_thread_is_found_in_its_collective(
+    crew: Crew, via_store_library: Path, how: str, operation: str
+) -> None:
+    found, _ = crew.run(_calls_that_threads_are_in, 2, via_store_library, how)
+    assert len(found) == 2
+    for said, is_this_group in found:
+        assert said.startswith(operation)
+        assert is_this_group
+
+
+def _many_short_calls(library: Path, how: str) -> int:
+    """Return how many hangs are reported of calls that take 0.05 s each."""
+    via_store.register(library)
+    group = dist.new_group([0, 1], backend=via_store.NAME) if how == "all_reduce" else None
+    heard, rank, tensor = [], dist.get_rank(), torch.ones(4)
+    with meshverse.watch(1, on_stuck=heard.append):
+        for _ in range(60):
+            if rank == 0:
+                time.sleep(0.05)  # sleep: the other one waits so long
+            if how == "all_reduce":
+                dist.all_reduce(tensor, group=group)
+            elif rank == 0:
+                dist.send(tensor, 1)
+            else:
+                dist.recv(tensor, 0)
+    return len(heard)
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "send"])
+def test_many_short_calls_are_no_long_one(crew: Crew, via_store_library: Path, how: str) -> None:
+    assert crew.run(_many_short_calls, 2, via_store_library, how) == [0, 0]
 
 
 def _operations_of_looks(n_looks: int) -> Counter[str]:

@@ -23,12 +23,16 @@ class FrameWait(NamedTuple):
     """A call of torch.distributed that a thread is in, read from its frame.
 
     Attributes:
+        frame: frame of the call. Keep it no longer than needed: it keeps the call's tensors.
+        since: when the call was first seen, in seconds since the epoch.
         operation: name of the function.
         group: c10d's name of the process group.
         peer: for a send or receive, the other rank, within the group, or -1 for any; else None.
         root: for a collective with a root, that rank, within the group; else None.
     """
 
+    frame: FrameType
+    since: float
     operation: str
     group: str
     peer: int | None
@@ -122,32 +126,52 @@ def groups_of_process() -> Iterator[tuple[str, str, list[int]]]:
             yield name, group.group_desc, sorted(ranks, key=lambda rank: ranks[rank])
 
 
-def wait_of_frame(frame: FrameType | None) -> FrameWait | None:
+def wait_of_frame(innermost: FrameType | None, now: float) -> FrameWait | None:
     """Return the send, receive or collective that a thread is in, or None.
 
     The flight recorder records no sends and receives of gloo, no roots of collectives, and with
     NCCL no call before the group has a communicator: a group's first call creates it, and waits
     for the other ranks there. This finds them in the frames of a waiting thread: it is in a
     function of torch.distributed, or in one of its pipelines that has a list of sends and receives.
+
+    When a call was first seen is noted among the locals of its frame, as an `id` may soon be that
+    of another frame. The note ends with the frame; torch's function does not see it.
+
+    Args:
+        innermost: innermost frame of the thread.
+        now: time, in seconds since the epoch.
     """
+    frame, is_in_distributed = innermost, True
     while frame is not None and _is_torchs(frame):
+        is_in_distributed = is_in_distributed and _is_in_package(frame, "torch.distributed.")
+        call = None
         if _is_call(frame):
-            return _wait(frame.f_code.co_name, frame.f_locals)
-        if _is_in_pipeline(frame):
-            for value in list(frame.f_locals.values()):
-                if isinstance(value, list) and value and isinstance(value[0], dist.P2POp):
-                    return _p2p(value[0])
+            call = _call_of(
+                frame.f_code.co_name, frame.f_locals, is_functional=not _is_c10ds(frame)
+            )
+        elif is_in_distributed and _is_in_package(frame, "torch.distributed.pipelining."):
+            call = _first_p2p(list(frame.f_locals.values()))
+        if call is not None:
+            return FrameWait(frame, frame.f_locals.setdefault(_SEEN, now), *call)
+        if _is_call(frame):
+            return None  # of a group that has ended
         frame = frame.f_back
     return None
 
 
-def is_in_call(frame: FrameType | None) -> bool:
-    """Return whether a thread is in a send, receive or collective of torch.distributed."""
-    while frame is not None and _is_torchs(frame):
-        if _is_call(frame) or _is_in_pipeline(frame):
-            return True
-        frame = frame.f_back
-    return False
+def sequence_number(name: str) -> int:
+    """Return the number of the last collective that a group of this process has begun, from 1.
+
+    Also of one that is not recorded. 0 if there is none, or the backend does not count.
+
+    Args:
+        name: c10d's name of the group.
+    """
+    group = _group_called(name)
+    try:
+        return 0 if group is None else int(group._get_sequence_number_for_group())
+    except RuntimeError:  # of a backend that does not count
+        return 0
 
 
 def creation_of_frame(frame: FrameType | None) -> str:
@@ -163,12 +187,20 @@ def creation_of_frame(frame: FrameType | None) -> str:
 
 
 def _is_torchs(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.")
+    """Return whether a frame is torch's, or one of contextlib between two of torch's."""
+    return _is_in_package(frame, "torch.") or _is_in_package(frame, "contextlib")
+
+
+def _is_in_package(frame: FrameType, prefix: str) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(prefix)
+
+
+def _is_c10ds(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
 
 
 def _is_in(frame: FrameType, functions: Collection[str]) -> bool:
-    is_c10d = frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
-    return is_c10d and frame.f_code.co_name in functions
+    return _is_c10ds(frame) and frame.f_code.co_name in functions
 
 
 def _is_call(frame: FrameType) -> bool:
@@ -178,10 +210,8 @@ def _is_call(frame: FrameType) -> bool:
     )
 
 
-def _is_in_pipeline(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.pipelining.")
-
-
+_SEEN = "seen by meshverse.watch()"  # no name that a program can have
+_BATCH = "batch_isend_irecv"
 _CREATIONS = ("new_group", "split_group", "init_process_group")
 _PEERS = {
     "send": ("group_dst", "dst"),
@@ -197,9 +227,6 @@ _ROOTS = {
     "reduce": ("group_dst", "dst"),
     "gather": ("group_dst", "dst"),
 }
-
-
-# Of torch.distributed and of its functional collectives, whose calls torch records by these names.
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -214,20 +241,24 @@ _COLLECTIVES = (
     "reduce_scatter_tensor",
     *_ROOTS,
 )
-_CALLS = {*_PEERS, *_COLLECTIVES}
+_CALLS = {*_PEERS, *_COLLECTIVES, _BATCH}
+
+_FoundCall = tuple[str, str, int | None, int | None]  # as `FrameWait`, without its frame
 
 
-def _wait(operation: str, values: dict[str, Any]) -> FrameWait | None:
+def _call_of(operation: str, values: dict[str, Any], *, is_functional: bool) -> _FoundCall | None:
+    if operation == _BATCH:
+        return _first_p2p([values.get("p2p_op_list")])
     group = values.get("group_name") or values.get("group") or dist.GroupMember.WORLD
     if isinstance(group, str):  # of a functional collective
-        group = next((one for one, name in c10d._world.pg_names.items() if name == group), None)
+        group = _group_called(group)
     if not isinstance(group, dist.ProcessGroup):  # perhaps a mesh that is not resolved yet
         return None
     name = c10d._world.pg_names.get(group)
     if name is None:
         return None
-    if operation not in _PEERS and operation not in _ROOTS:
-        return FrameWait(operation, name, None, None)
+    if is_functional or operation not in _PEERS | _ROOTS:
+        return operation, name, None, None
     in_group, in_world = (_PEERS | _ROOTS)[operation]
     other = values.get(in_group)
     is_peer = operation in _PEERS
@@ -235,18 +266,23 @@ def _wait(operation: str, values: dict[str, Any]) -> FrameWait | None:
         other = c10d._world.pg_group_ranks[group].get(values[in_world])
     elif other is None and is_peer:  # only receives may leave it out
         other = -1
-    return FrameWait(
-        operation.partition("_")[0].removeprefix("i") if is_peer else operation,
-        name,
-        other if is_peer else None,
-        None if is_peer else other,
-    )
+    if is_peer:
+        return operation.partition("_")[0].removeprefix("i"), name, other, None
+    return operation, name, None, other
 
 
-def _p2p(operation: dist.P2POp) -> FrameWait | None:
-    group = operation.group
-    name = c10d._world.pg_names.get(group)
-    if name is None:
-        return None
-    peer = c10d._world.pg_group_ranks[group].get(operation.peer)
-    return FrameWait(operation.op.__name__.removeprefix("i"), name, peer, None)
+def _first_p2p(values: list[Any]) -> _FoundCall | None:
+    """Return the first send or receive of the first list of these among some values."""
+    for value in values:
+        if isinstance(value, list) and value and isinstance(value[0], dist.P2POp):
+            operation = value[0]
+            name = c10d._world.pg_names.get(operation.group)
+            if name is None:
+                return None
+            peer = c10d._world.pg_group_ranks[operation.group].get(operation.peer)
+            return operation.op.__name__.removeprefix("i"), name, peer, None
+    return None
+
+
+def _group_called(name: str) -> Any:
+    return next((group for group, own in list(c10d._world.pg_names.items()) if own == name), None)

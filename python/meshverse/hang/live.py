@@ -10,13 +10,14 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from meshverse._torch_compat.flight_recorder import (
+    FrameWait,
     creation_of_frame,
     groups_of_process,
-    is_in_call,
     read_flight_recorders,
+    sequence_number,
     wait_of_frame,
 )
 from meshverse.hooks import RunStore, find_group_optional, finest_coordinate, universes_here
@@ -33,54 +34,55 @@ from .records import (
     record_of,
 )
 
-FrameKey: TypeAlias = tuple[int, int, int]
-"""A thread, the id of its frame, and the instruction that the frame is at."""
-
+_OF_GLOO = " (gloo)"  # after the name of a group of two backends, for its calls on gloo
 _MOST_MISSING = 64  # missing ranks of one group whose records a reporter reads
 _MOST_GROUPS = 32  # groups whose calls a reporter reads
 
 
-def record_here(
-    rank: int, waits: Mapping[FrameKey, float], *, with_lines: bool, n_kept: int = KEPT
-) -> RankRecord:
-    """Return the record of this process: recorded calls, and the sends and receives it is in.
+def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecord:
+    """Return the record of this process: recorded calls, and others that its threads are in.
 
     Args:
         rank: global rank of this process.
-        waits: threads that are in a send or receive, and since when, in seconds since the epoch.
         with_lines: whether to include lines of the program.
         n_kept: how many completed calls are kept of each group.
     """
-    frames = sys._current_frames()
     record = RankRecord(rank, time.time())
-    threads: dict[str, int] = {}  # by group, the one that made the last call
+    before = _waits(record.time)
     groups = {name: (description, ranks) for name, description, ranks in groups_of_process()}
+    threads: dict[str, int] = {}  # by group, the one that made the last call
     for dump in read_flight_recorders(with_lines=with_lines):
+        entries = dump["entries"]
         # Calls of an earlier group of the same name do not count.
-        dump["entries"] = [
+        own = [
             entry
-            for entry in dump["entries"]
+            for entry in entries
             if groups.get(entry["process_group"][0], ("",))[0] in ("", entry["process_group"][1])
         ]
-        _add_recorded(record, record_of(dump, rank, record.time, n_kept=n_kept))
+        recorded = record_of({**dump, "entries": own}, rank, record.time, n_kept=n_kept)
+        recorded.is_cut = bool(entries) and int(entries[0].get("record_id", 0)) > 0
+        _add_recorded(record, recorded)
         threads |= {
             entry["process_group"][0]: int(entry["thread_id"])
-            for entry in dump["entries"]
+            for entry in own
             if str(entry.get("thread_id")).isdecimal()
         }
     record.groups = {
         name: GroupSeen(label_of(description), ranks)
         for name, (description, ranks) in groups.items()
     } | {
-        name: GroupSeen(f"{seen.label} (gloo)", groups[name.removesuffix(" (gloo)")][1])
+        name: GroupSeen(f"{seen.label}{_OF_GLOO}", groups[name.removesuffix(_OF_GLOO)][1])
         for name, seen in record.groups.items()
-        if name not in groups and name.removesuffix(" (gloo)") in groups
+        if name not in groups and name.removesuffix(_OF_GLOO) in groups
     }
     # Drop calls of groups that no longer exist.
     record.calls = [call for call in record.calls if call.group in record.groups]
     _name_groups(record)
-    for thread, own in frames.items():
-        _add_wait(record, own, waits.get((thread, id(own), own.f_lasti), record.time))
+    for thread, wait in _waits(record.time).items():
+        # A call that has begun or ended meanwhile may be in the dump or not.
+        if thread in before and before[thread].frame is wait.frame:
+            _add_wait(record, wait)
+    frames = sys._current_frames()
     main = _joined(threading.main_thread().ident, frames)
     record.doing = _doing(main)
     for group, thread in threads.items():
@@ -88,6 +90,21 @@ def record_here(
         if group in record.groups and frame is not None and frame is not main:
             record.doing_in[group] = _doing(frame)
     return record
+
+
+def _waits(now: float) -> dict[int, FrameWait]:
+    """Return the calls of torch.distributed that threads of this process are in, by thread."""
+    found = {}
+    for thread, frame in sys._current_frames().items():
+        if (wait := wait_of_frame(frame, now)) is not None:
+            found[thread] = wait
+    return found
+
+
+def longest_wait() -> float:
+    """Return for how many seconds a thread has been seen in its call of torch.distributed."""
+    now = time.time()
+    return max((now - wait.since for wait in _waits(now).values()), default=0.0)
 
 
 def _name_groups(record: RankRecord) -> None:
@@ -110,7 +127,7 @@ def live_coordinates(rank: int) -> dict[str, int]:
 def _add_recorded(record: RankRecord, other: RankRecord) -> None:
     """Add what a further recorder has. A group of two backends has calls of its name in both."""
     names = {
-        name: f"{name} (gloo)"
+        name: f"{name}{_OF_GLOO}"
         for name in other.groups
         if any(call.group == name for call in record.calls)
     }
@@ -137,19 +154,18 @@ def _joined(thread: int | None, frames: Mapping[int, FrameType]) -> FrameType | 
     return innermost
 
 
-def _add_wait(record: RankRecord, frame: FrameType, since: float) -> None:
+def _add_wait(record: RankRecord, wait: FrameWait) -> None:
     """Add what a frame says to the record: a call that torch has not recorded, or a call's root."""
-    wait = wait_of_frame(frame)
-    if wait is None:
-        return
-    pending = [call for call in record.pending() if call.group == wait.group]
-    line = line_of(_innermost_first(frame))
-    call = Call(wait.group, 0, wait.operation, False, since, line=line, peer=wait.peer)
+    names = (wait.group, wait.group + _OF_GLOO)
+    pending = [call for call in record.pending() if call.group in names]
+    line = line_of(_innermost_first(wait.frame))
+    call = Call(wait.group, 0, wait.operation, False, wait.since, line=line, peer=wait.peer)
+    call = call._replace(is_recorded=False)
     if call.is_p2p:
         if not any(one.is_p2p for one in pending):
             record.calls.append(call)
-    elif not pending:
-        _add_unrecorded(record, call)
+    elif all(one.is_p2p for one in pending):
+        _add_unrecorded(record, call, sequence_number(call.group))
     elif wait.root is not None:
         for index, one in reversed([*enumerate(record.calls)]):
             if (one.group, one.operation, one.is_done) == (wait.group, wait.operation, False):
@@ -157,24 +173,26 @@ def _add_wait(record: RankRecord, frame: FrameType, since: float) -> None:
                 return
 
 
-def _add_unrecorded(record: RankRecord, call: Call) -> None:
+def _add_unrecorded(record: RankRecord, call: Call, sequence: int) -> None:
     """Add a collective that a thread is in, and of which torch has recorded no pending call.
 
     With NCCL, that is the first one of a group or a device, while it creates the communicator; or
     the last recorded one, which seems over while the host is inside NCCL.
+
+    Args:
+        record: that of this rank.
+        call: as its frame tells.
+        sequence: number of the last collective that the group has begun; 0 if it is not known.
     """
     last = record.last(call.group)
-    if last is None:
-        # Otherwise it may have been recorded, and the recorder no longer has it.
-        if not record.is_cut:
-            record.calls.append(call)
-    elif last.since >= call.since:
-        return  # the thread is in a later call than the one that it was first seen in
-    elif last.is_retired:
-        record.calls.append(call._replace(number=last.number + 1))
-    else:
+    if last is not None and not last.is_retired:
         index = record.calls.index(last)
         record.calls[index] = last._replace(is_done=False, progress=Progress.CALLED)
+    elif last is not None and (last.since >= call.since or 0 < sequence <= last.number):
+        return  # the recorded call is the one that the thread is in, and is just over
+    elif sequence or not record.is_cut:  # else the recorder may have had it
+        number = sequence or (0 if last is None else last.number + 1)
+        record.calls.append(call._replace(number=number))
 
 
 def _innermost_first(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
@@ -182,13 +200,6 @@ def _innermost_first(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
         code = frame.f_code
         yield {"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name}
         frame = frame.f_back
-
-
-def waits_in_frames() -> Iterator[FrameKey]:
-    """Iterate over the threads that are in a send, receive or collective now, with their frames."""
-    for thread, frame in sys._current_frames().items():
-        if is_in_call(frame):
-            yield thread, id(frame), frame.f_lasti
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -286,7 +297,8 @@ class Alarm(NamedTuple):
             seen = next((r.groups[name] for r in records.values() if name in r.groups), None)
             in_front = self._read_group(name, seen, records)
             members = () if seen is None else seen.ranks or ()
-            missing = [rank for rank in members if rank not in {mine.rank, *in_front, *whole}]
+            known = {mine.rank, *in_front, *whole}
+            missing = [rank for rank in members if rank not in known]
             peers = {one.partner(mine.rank, members) for one in mine.calls if one.group == name}
             # Partners of this rank's sends and receives first: only _MOST_MISSING records are read.
             missing.sort(key=lambda rank: rank not in peers)

@@ -65,6 +65,8 @@ class Call(NamedTuple):
         detail: another argument that must be equal on all ranks, such as "root 1"; "" if unknown.
         out_shapes: shapes of the outputs.
         progress: how far it is.
+        is_recorded: whether torch has recorded it. Otherwise, it is known by a frame; `operation`
+            is the function, which torch may record by another name.
         is_retired: whether the backend's own bookkeeping is done with the call, too. Until then,
             NCCL's calls may seem over while the host is still inside NCCL; see `_calls`.
         is_async: whether a send or receive is known not to delay the rank's next calls, or may not:
@@ -87,6 +89,7 @@ class Call(NamedTuple):
     is_async: bool = False
     callers: tuple[str, ...] = ()
     is_retired: bool = True
+    is_recorded: bool = True
 
     @property
     def is_p2p(self) -> bool:
@@ -317,18 +320,19 @@ def _calls(entries: Sequence[Entry], n_kept: int, *, is_cut: bool) -> list[Call]
     # them, whose state alone the recorder updates. That of sends and receives says of itself that
     # it is none of them, and has the number of the collective before it.
     launches: dict[tuple[str, bool, int], list[Entry]] = {}
-    previous: dict[str, Entry] = {}  # of each group
-    has_timing = False
+    p2p: dict[str, Entry] = {}  # the last send or receive of each group
+    has_timing, groups_seen = False, set()
     for entry in entries:
-        group = str(entry["process_group"][0])
-        before = previous.get(group)
+        group, is_whole = str(entry["process_group"][0]), _is_of_several(entry)
         has_timing = has_timing or _has_started(entry)
-        if _is_of_several(entry) and before is None and is_cut:
+        if is_whole and group not in groups_seen and is_cut and _is_done(entry):
             continue  # the recorder no longer has its operations
-        is_of_p2p = _is_of_several(entry) and before is not None and bool(before.get("is_p2p"))
-        launch = _launch(before if is_of_p2p and before is not None else entry)
+        groups_seen.add(group)
+        part = p2p.get(group) if is_whole else None
+        launch = _launch(part if part is not None and _is_whole_of(entry, part) else entry)
         launches.setdefault(launch, []).append(entry)
-        previous[group] = entry
+        if entry.get("is_p2p") and not is_whole:
+            p2p[group] = entry
     # While the host is still inside a call, as when NCCL connects ranks, torch has "completed" for
     # it: CUDA takes an event that was not recorded yet for over. Only a retired call is sure to be.
     # NCCL runs the collectives of a group in order: all before a retired one are over, and none
@@ -336,7 +340,7 @@ def _calls(entries: Sequence[Entry], n_kept: int, *, is_cut: bool) -> list[Call]
     last_done: dict[str, int] = {}
     for (group, is_p2p, number), inside in launches.items():
         state = inside[-1]
-        if not (is_p2p or _is_gloos(state)) and _is_done(state) and state.get("retired"):
+        if not (is_p2p or _is_gloos(state)) and _is_done(state) and state.get("retired", True):
             last_done[group] = max(last_done.get(group, 0), number)
     first_pending: dict[str, int] = {}
     for (group, is_p2p, number), inside in launches.items():
@@ -386,6 +390,12 @@ def _operations(inside: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
 def _is_of_several(entry: Entry) -> bool:
     """Return whether an entry is that of a launch of several operations, after their own."""
     return str(entry["profiling_name"]).endswith(":coalesced")
+
+
+def _is_whole_of(entry: Entry, part: Entry) -> bool:
+    """Return whether a launch of several operations has this send or receive as its last one."""
+    keys = ("p2p_seq_id", "op_id")
+    return [entry.get(key) for key in keys] == [part.get(key) for key in keys]
 
 
 def _is_gloos(entry: Entry) -> bool:

@@ -285,12 +285,17 @@ class ReportFormatter(NamedTuple):
             else " Compare roots, split sizes and reduce operations, too: torch does not record "
             "them."
         )
-        if not is_enqueued and not one.call.number and not one.call.is_p2p:
+        if not any(call.is_recorded for call in one.waiting.values()):
+            creating = (
+                "With NCCL, a group's first batch of sends and receives waits for all its ranks."
+                if one.call.is_p2p
+                else "With NCCL, they are creating the group's communicator: look at what NCCL "
+                "logs with NCCL_DEBUG=INFO."
+            )
+            compare = "Compare tags, and look" if one.call.is_p2p else "Look"
             return (
-                "all ranks are in the call, and torch has not recorded it. With NCCL, they are "
-                "creating the group's communicator: look at the network, and at what NCCL logs "
-                "with NCCL_DEBUG=INFO. A backend without a flight recorder may wait for other "
-                "reasons."
+                f"all ranks are in the call, and torch has not recorded it. {compare} at the "
+                f"network and at the ranks' stacks. {creating}"
             )
         if not is_enqueued:
             return (

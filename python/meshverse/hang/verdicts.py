@@ -471,7 +471,7 @@ def _differing(there: Mapping[int, Call], *, is_complete: bool) -> dict[str, dic
 
     first = next(iter(there.values()))
     if not first.is_p2p:
-        compare("operation", lambda call: call.operation)
+        compare("operation", lambda call: call.operation if call.is_recorded else "")
     if not found:
         compare("dtype", lambda call: call.dtype)
         compare("", lambda call: call.detail)

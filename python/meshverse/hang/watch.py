@@ -24,7 +24,7 @@ from meshverse._torch_compat.flight_recorder import flight_recorder_status, not_
 from meshverse.hooks import RunStore, World, on_world_started
 from meshverse.locks import state_lock
 
-from .live import Alarm, FrameKey, live_coordinates, record_here, waits_in_frames
+from .live import Alarm, live_coordinates, longest_wait, record_here
 from .records import KEPT, Call, GroupSeen, RankRecord
 from .report import NoRecord, ReportFormatter
 from .skips import find_skips
@@ -269,7 +269,6 @@ class _WatchedWorld:
         # Status of each group of the recorders, since when, and when no recorded call was pending.
         self._unchanged: dict[tuple[int, str], tuple[object, float]] = {}
         self._settled: dict[tuple[int, str], object] = {}
-        self._waits: dict[FrameKey, float] = {}  # sends and receives, since when
         self._reported: dict[tuple[object, ...], _Reported] = {}  # pending ones, by identity
         self._own_keys: list[tuple[float, str]] = []  # keys in the store, and since when
         self._awaited: dict[str, float] = {}  # keys of verdicts of other ranks, and until when
@@ -318,9 +317,7 @@ class _WatchedWorld:
             now - since >= self._seconds and self._settled.get(group) != numbers
             for group, (numbers, since) in self._unchanged.items()
         )
-        wall = time.time()
-        self._waits = {key: self._waits.get(key, wall) for key in waits_in_frames()}
-        if not is_suspect and all(wall - since < self._seconds for since in self._waits.values()):
+        if longest_wait() < self._seconds and not is_suspect:
             return []
         record = self._record(with_lines=False)
         if not any(call.number for call in record.pending()):  # of those that are recorded
@@ -332,7 +329,7 @@ class _WatchedWorld:
         ]
 
     def _record(self, *, with_lines: bool, n_kept: int = KEPT) -> RankRecord:
-        return record_here(self.world.rank, self._waits, with_lines=with_lines, n_kept=n_kept)
+        return record_here(self.world.rank, with_lines=with_lines, n_kept=n_kept)
 
     def _is_stuck(self, call: Call) -> bool:
         return time.time() - call.since >= self._seconds
