@@ -338,23 +338,22 @@ _INSIDE = _OVER._replace(is_retired=False)  # the host is inside NCCL: torch tak
 
 
 @pytest.mark.parametrize(
-    ("last", "is_cut", "sequence", "pending"),
+    ("last", "sequence", "pending"),
     [
-        (None, False, 0, [0]),
-        (None, True, 0, []),  # the recorder may have had it
-        (None, True, 9, [9]),
-        (_OVER, False, 0, [8]),
-        (_OVER, False, 8, [8]),
-        (_OVER, False, 7, []),  # just over, and the thread still in the function
-        (_OVER._replace(since=150.0), False, 0, []),
-        (_INSIDE, False, 0, [7]),
-        (_INSIDE._replace(since=150.0), False, 7, [7]),
+        (None, 0, [0]),
+        (None, 9, [9]),  # the recorder no longer has the earlier ones
+        (_OVER, 0, [8]),
+        (_OVER, 8, [8]),
+        (_OVER, 7, []),  # just over, and the thread still in the function
+        (_OVER._replace(since=150.0), 0, []),
+        (_INSIDE, 0, [7]),
+        (_INSIDE._replace(since=150.0), 7, [7]),
     ],
 )
 def test_what_is_added_of_a_collective_that_is_not_recorded_as_pending(
-    last: Call | None, is_cut: bool, sequence: int, pending: list[int]
+    last: Call | None, sequence: int, pending: list[int]
 ) -> None:
-    record = RankRecord(0, 200.0, [] if last is None else [last], is_cut=is_cut)
+    record = RankRecord(0, 200.0, [] if last is None else [last], is_cut=True)
     _add_unrecorded(record, Call("7", 0, "all_reduce", False, 100.0), sequence)
     assert [call.number for call in record.pending()] == pending
 

@@ -190,7 +190,7 @@ def _add_unrecorded(record: RankRecord, call: Call, sequence: int) -> None:
         record.calls[index] = last._replace(is_done=False, progress=Progress.CALLED)
     elif last is not None and (last.since >= call.since or 0 < sequence <= last.number):
         return  # the recorded call is the one that the thread is in, and is just over
-    elif sequence or not record.is_cut:  # else the recorder may have had it
+    else:
         number = sequence or (0 if last is None else last.number + 1)
         record.calls.append(call._replace(number=number))
 
