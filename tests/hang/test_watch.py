@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -326,11 +327,12 @@ def test_a_collective_that_torch_does_not_record_is_found(
 ) -> None:
     lines, others = crew.run(_unrecorded, 2, via_store_library)
     assert others == []
-    assert lines[1].startswith("Stuck: all_reduce on group 'uneven', ranks 0, 1, for ")
+    call = r"all_reduce (number 1 )?on group 'uneven', ranks 0, 1"  # torch 2.15 counts those, too
+    assert re.match(f"Stuck: {call}, for ", lines[1])
     assert "test_watch.py" in lines[2]
     assert " in _unrecorded" in lines[2]
     assert [line for line in lines if line.startswith("Verdict: rank 1 has not called it: look")]
-    assert lines[-1].startswith("Rank 0: all_reduce on group 'uneven', ranks 0, 1 is no longer s")
+    assert re.match(f"Rank 0: {call} is no longer stuck", lines[-1])
 
 
 _OVER = Call("7", 7, "all_reduce", True, 50.0)
