@@ -27,8 +27,9 @@ from helpers.forked import SECONDS
 from helpers.turns import wait_until
 from helpers.worlds import fake_world
 from meshverse._torch_compat.flight_recorder import FrameWait, wait_of_frame
-from meshverse.hang.live import Alarm, _add_unrecorded
+from meshverse.hang.live import Alarm, _add_unrecorded, _add_wait
 from meshverse.hang.records import Call, GroupSeen, RankRecord
+from meshverse.hang.verdicts import find_stuck
 from meshverse.hang.watch import _WatchedWorld, watch_by_environment
 from meshverse.run_store import RunStore
 from meshverse.world import World
@@ -358,6 +359,38 @@ def test_what_is_added_of_a_collective_that_is_not_recorded_as_pending(
     record = RankRecord(0, 200.0, [] if last is None else [last], is_cut=True)
     _add_unrecorded(record, Call("7", 0, "all_reduce", False, 100.0), sequence)
     assert [call.number for call in record.pending()] == pending
+
+
+_RECEIVE = Call("7", 0, "recv", False, 50.0, peer=1)
+_ON_GLOO = Call("7 (gloo)", 3, "barrier", False, 50.0)
+
+
+@pytest.mark.parametrize(
+    ("pending", "peer", "added"),
+    [
+        (_RECEIVE, None, True),  # a thread receives, while another one is in a collective
+        (_RECEIVE, 1, False),
+        (_ON_GLOO, None, False),  # of a group with two backends, this is the recorded call
+        (_ON_GLOO, 1, True),
+    ],
+)
+def test_a_thread_in_a_call_that_is_recorded_adds_none(
+    pending: Call, peer: int | None, added: bool
+) -> None:
+    record = RankRecord(0, 200.0, [pending])
+    wait = FrameWait(sys._getframe(), 100.0, "barrier" if peer is None else "recv", "7", peer, None)
+    _add_wait(record, wait)
+    assert len(record.pending()) == 1 + added
+
+
+def test_operations_that_are_known_by_frames_are_no_mismatch() -> None:
+    # torch records all_gather_into_tensor as _all_gather_base.
+    seen = {"7": GroupSeen("axis tp", [0, 1])}
+    recorded = Call("7", 1, "_all_gather_base", False, 50.0, shapes=((4,),), dtype="Float")
+    by_frame = Call("7", 1, "all_gather_into_tensor", False, 50.0, is_recorded=False)
+    records = {0: RankRecord(0, 99.0, [recorded], seen), 1: RankRecord(1, 99.0, [by_frame], seen)}
+    (stuck,) = find_stuck(records)
+    assert stuck.differing == {}
 
 
 def _calls_that_threads_are_in(library: Path, how: str) -> list[tuple[str, bool]]:
