@@ -65,13 +65,13 @@ class Call(NamedTuple):
         detail: another argument that must be equal on all ranks, such as "root 1"; "" if unknown.
         out_shapes: shapes of the outputs.
         progress: how far it is.
-        is_recorded: whether torch has recorded it. Otherwise, it is known by a frame; `operation`
-            is the function, which torch may record by another name.
-        is_retired: whether the backend's own bookkeeping is done with the call, too. Until then,
-            NCCL's calls may seem over while the host is still inside NCCL; see `_calls`.
         is_async: whether a send or receive is known not to delay the rank's next calls, or may not:
             `isend`, `irecv`, or one whose frames were not recorded.
         callers: of a pending call, lines of the program above `line`, innermost first.
+        is_retired: whether the backend's own bookkeeping is done with the call, too. Until then,
+            NCCL's calls may seem over while the host is still inside NCCL; see `_calls`.
+        is_recorded: whether torch has recorded it. Otherwise, it is known by a frame; `operation`
+            is the function, which torch may record by another name.
     """
 
     group: str
