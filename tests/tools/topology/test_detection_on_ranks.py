@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # the backend "fake"
 
 from helpers.crew import Crew
+from helpers.turns import wait_until_they_wait
 from meshverse import Topology, init_device_mesh
 from meshverse.tools.topology import detection
 from meshverse.world import World
@@ -107,8 +108,12 @@ def _without_rank(absent: int) -> str:
         with pytest.raises(RuntimeError, match="detect") as caught:
             Topology.detect(timeout=_SHORT)
         return str(caught.value)
+    others = [other for other in range(dist.get_world_size()) if other != absent]
+    is_first = rank == others[0]
+    if is_first:  # the one that gives up comes when the others wait
+        wait_until_they_wait(*others[1:])
     with pytest.raises(RuntimeError, match="detect") as caught:
-        Topology.detect(timeout=_SHORT)
+        Topology.detect(timeout=_SHORT if is_first else None)
     if store.add("errors", 1) == dist.get_world_size() - 1:
         store.set("they got an error", "yes")
     return str(caught.value)
