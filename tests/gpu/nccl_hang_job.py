@@ -86,13 +86,6 @@ def has_another_shape(job: Job) -> None:
     torch.cuda.synchronize()
 
 
-def has_another_root(job: Job) -> None:
-    dist.broadcast(job.tensor, 3 if job.is_odd else 0)
-    torch.cuda.synchronize()
-    dist.all_reduce(job.tensor)
-    torch.cuda.synchronize()
-
-
 def crosses_two_groups(job: Job) -> None:
     groups = [job.tp, job.dp] if RANK in (0, 3) else [job.dp, job.tp]
     for group in groups:
@@ -166,7 +159,6 @@ JOBS: dict[str, Callable[[Job], None]] = {
         is_in_a_kernel,
         calls_another_operation,
         has_another_shape,
-        has_another_root,
         crosses_two_groups,
         dies,
         skips_then_barrier,
