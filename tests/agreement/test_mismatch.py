@@ -145,7 +145,7 @@ _SOME_WAIT = {"what is derived", "laziness"}
 
 
 # One of each kind: a root, its groups, a derived mesh, the order of calls, a part, nobody waits.
-_IN_SHORT = {"shape", "what is derived", "order of calls"}
+_IN_SHORT = {"shape", "order of calls"}
 
 
 def _tiers(odd_one_first: bool) -> list[Any]:

@@ -460,7 +460,7 @@ def _many_short_calls(library: Path, how: str) -> int:
     return len(heard)
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "send"])
+@pytest.mark.parametrize("how", [pytest.param("all_reduce", marks=pytest.mark.long), "send"])
 def test_many_short_calls_are_no_long_one(crew: Crew, via_store_library: Path, how: str) -> None:
     assert crew.run(_many_short_calls, 2, via_store_library, how) == [0, 0]
 

@@ -147,6 +147,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", in_tiers(SETTINGS, short=("checkpointing",)))
+@pytest.mark.long
 def test_training_with_setting_equals_one_process(crew: Crew, name: str) -> None:
     sizes = {"ep_size": 2, "tp_size": 2}
     check(crew.run(compare, 4, sizes, "sgd", 0.5, SETTINGS[name], timeout=120), "sgd")

@@ -119,7 +119,6 @@ _CASES = {
 }
 # One model whole, and a part of each of two.
 _SHORT = [
-    (llava, "full", "all"),
     (llava, "selective", "language"),
     (gemma3, "selective", "vision"),
 ]

@@ -64,7 +64,6 @@ _CASES = [
     ("qwen3_moe", "ep 2 x tp 2", True),
 ]
 _SHORT = [
-    ("llama", "pp 2 x tp 2", True),
     ("mixtral", "ep 2 x tp 2", False),
 ]
 
@@ -355,7 +354,7 @@ def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
     )
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_fsdp2_has_gathered_for_a_forward_is_not_taken_for_its_shards(
     crew: Crew, tmp_path: Path, offload: bool
 ) -> None:

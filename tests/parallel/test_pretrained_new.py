@@ -28,7 +28,6 @@ _CASES = [
     ("qwen3_moe", "ep 2 x tp 2", True),
 ]
 _SHORT = [
-    ("llama", "pp 2 x tp 2", True),
     ("mixtral", "ep 2 x tp 2", False),
 ]
 
@@ -181,6 +180,7 @@ def _first_values_of_an_adapter() -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_adapters_get_their_first_values(crew: Crew) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     assert crew.run(_first_values_of_an_adapter, 4) == [[]] * 4

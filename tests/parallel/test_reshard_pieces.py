@@ -155,7 +155,7 @@ def _random_pieces(first: int, last: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("first", "last"), in_tiers([(0, 25), (25, 75), (75, 300)], [(0, 25)], [(25, 75)])
+    ("first", "last"), in_tiers([(0, 10), (10, 75), (75, 300)], [(0, 10)], [(10, 75)])
 )
 def test_random_pieces(crew: Crew, first: int, last: int) -> None:
     """Equal to what slices of the whole tensors give, with no byte too many."""

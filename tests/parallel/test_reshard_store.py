@@ -59,6 +59,7 @@ def _groups_only() -> list[int]:
     return n_keys
 
 
+@pytest.mark.long
 def test_moves_leave_no_more_in_the_store_than_their_process_groups(crew: Crew) -> None:
     """c10d leaves some keys of each group there."""
     moves, groups = crew.run(_come_and_go, 4)[0], crew.run(_groups_only, 4)[0]

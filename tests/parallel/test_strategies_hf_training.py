@@ -71,6 +71,7 @@ def check(everyone: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.parametrize("name", in_tiers(MESHES, ["tp 2 x dp 2"], [*MESHES][::3]))
+@pytest.mark.long
 def test_training_with_tied_embeddings_equals_one_process(crew: Crew, name: str) -> None:
     ranks, sizes = MESHES[name]
     check(crew.run(compare, ranks, sizes, True, {}))
@@ -84,6 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", in_tiers(SETTINGS, short=("offload",)))
+@pytest.mark.long
 def test_training_with_setting_equals_one_process(crew: Crew, name: str) -> None:
     check(crew.run(compare, 4, {"tp_size": 2}, False, SETTINGS[name]))
 

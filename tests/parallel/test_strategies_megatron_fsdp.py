@@ -149,6 +149,7 @@ def test_training_equals_one_process(crew, stage) -> None:
 
 
 @needs_package
+@pytest.mark.long
 def test_context_parallelism_shards_too(crew) -> None:
     alone = Model()
     expected = _train(alone, _optimizer(alone))

@@ -56,7 +56,13 @@ def _offload_policies(monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy | N
     return seen
 
 
-@pytest.mark.parametrize("policy", [None, OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        CPUOffloadPolicy(pin_memory=False),
+        *[pytest.param(each, marks=pytest.mark.long) for each in (None, OffloadPolicy())],
+    ],
+)
 def test_the_offload_policy_is_passed_on(
     monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy | None
 ) -> None:

@@ -45,10 +45,10 @@ _SECONDS = 600  # for a family, on a busy machine
 
 # A plan of plain styles; norms of heads; a shared key, and experts; parameters with a value for
 # each head.
-_SHORT = ("llama", "qwen3", "deepseek_v2", "doge")
+_SHORT = ("llama", "deepseek_v2")
 # Sets of styles that many plans have, and kinds of attention in them.
 _LONG = (
-    *("gpt_neox", "cohere", "gemma3n_text", "granite_swa"),
+    *("qwen3", "doge", "gpt_neox", "cohere", "gemma3n_text", "granite_swa"),
     *("deepseek_v3", "qwen3_next", "jamba", "gpt_oss"),
 )
 

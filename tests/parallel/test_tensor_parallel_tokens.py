@@ -77,6 +77,7 @@ def test_dense_models_equal_one_process(crew: Crew, sequence_parallel: bool) -> 
 
 @pytest.mark.parametrize("ep", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_models_with_experts_equal_one_process(
     crew: Crew, sequence_parallel: bool, ep: bool
 ) -> None:

@@ -95,7 +95,7 @@ def _all_right(answers: list[dict[str, Any]], which: str) -> None:
         assert all(answer.values()), answer
 
 
-@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("weights_only", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("stock", "stock"), ("ours", "ours"), ("ours", "installed")]
 )

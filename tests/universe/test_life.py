@@ -136,7 +136,9 @@ def test_a_group_made_again_has_another_name() -> None:
         assert one.rpartition("-")[0] == two.rpartition("-")[0]
 
 
-@pytest.mark.parametrize("end", ["the universe", "the world", "neither"])
+@pytest.mark.parametrize(
+    "end", [pytest.param("the universe", marks=pytest.mark.long), "the world", "neither"]
+)
 def test_a_universe_is_kept_as_long_as_its_groups(end: str) -> None:
     with fake_world(8, 5):
         mesh = _mesh()

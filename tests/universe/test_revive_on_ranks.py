@@ -214,6 +214,7 @@ def _pipelines(folder: str) -> list[list[float]]:
     return [_pipeline(folder, 0), _pipeline(folder, 1)]
 
 
+@pytest.mark.long
 def test_a_pipeline_goes_on(crew: Crew, tmp_path: Path) -> None:
     first, last = crew.run(_pipelines, 2, str(tmp_path))
     assert first == [[], []]

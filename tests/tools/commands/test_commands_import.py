@@ -126,6 +126,7 @@ def test_a_program_that_a_command_runs_has_what_the_import_does(tmp_path: Path) 
     assert _run(*command, MESHVERSE_WATCH="").stdout == "[]\nTrue\n"
 
 
+@pytest.mark.long
 def test_a_program_whose_arguments_look_like_a_command_imports_all_at_once(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("import meshverse, sys; print('DeviceMesh' in vars(meshverse))")

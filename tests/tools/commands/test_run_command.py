@@ -140,7 +140,7 @@ def test_a_program_that_ends_no_world_is_reported_too_with_tables(tmp_path: Path
     assert done.stderr.count("\nUniverse of ranks 0 to 3, seen by rank 0.") == 2
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.long)])
 def test_a_job_without_meshes_gets_a_line_that_says_so(rank: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('done')")
     done = _run("-m", "meshverse", "run", "train.py", cwd=tmp_path, RANK=rank)  # as a launcher
@@ -148,6 +148,7 @@ def test_a_job_without_meshes_gets_a_line_that_says_so(rank: str, tmp_path: Path
     assert ("meshverse run: rank 0 created no mesh" in done.stderr) == (rank == "0")
 
 
+@pytest.mark.long
 def test_its_own_processes_are_no_such_jobs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import multiprocessing\n"

@@ -215,7 +215,7 @@ def _shown(what: str, light: bool) -> tuple[str, str]:
     return "page.html", _NOTEBOOK.format(paper=paper, ink=ink, html=html)
 
 
-@pytest.mark.parametrize("width", [1_200, 380])
+@pytest.mark.parametrize("width", [pytest.param(1_200, marks=pytest.mark.long), 380])
 @pytest.mark.parametrize("what", ["planned", "report", "picture", "mesh", "universe"])
 def test_nothing_is_cut_or_covered_and_letters_can_be_read(
     browser: Browser, tmp_path: Path, what: str, width: int

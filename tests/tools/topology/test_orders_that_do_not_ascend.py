@@ -344,6 +344,8 @@ def _sorted_by_torch(family: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("family", ["ours", "stock"])  # DTensor keeps stock's after their world
+@pytest.mark.parametrize(  # DTensor keeps stock's after their world
+    "family", ["ours", pytest.param("stock", marks=pytest.mark.long)]
+)
 def test_moves_go_by_what_tensors_hold(crew: Crew, family: str) -> None:
     crew.run(_sorted_by_torch, 4, family)
