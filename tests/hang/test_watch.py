@@ -332,8 +332,31 @@ def test_a_collective_that_torch_does_not_record_is_found(
     assert re.match(f"Stuck: {call}, for ", lines[1])
     assert "test_watch.py" in lines[2]
     assert " in _unrecorded" in lines[2]
-    assert [line for line in lines if line.startswith("Verdict: rank 1 has not called it: look")]
+    assert any(line.startswith("Verdict: rank 1 has not called it: look") for line in lines), lines
     assert re.match(f"Rank 0: {call} is no longer stuck", lines[-1])
+
+
+def _watches_late() -> list[str]:
+    """Begin to watch on rank 1 after rank 0 has raised an alarm."""
+    lines, rank = _logged(), dist.get_rank()
+    world = World.current()
+    assert world is not None and world.run_store is not None
+    store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=SECONDS)
+    if rank == 1:
+        wait_until(Alarm(world.run_store, 0).is_raised)
+    watch = meshverse.watch(1, on_stuck=lambda hang: store.set("reported", "x"))
+    if rank == 1:
+        store.wait(["reported"], timeout)
+    dist.all_reduce(torch.ones(3))
+    assert watch is not None
+    watch.stop()
+    return [line for text in lines.texts for line in text.splitlines()]
+
+
+def test_a_rank_whose_watch_begins_after_an_alarm_answers_it(crew: Crew) -> None:
+    lines, _ = crew.run(_watches_late, 2)
+    (verdict,) = [line for line in lines if line.startswith("Verdict: ")]
+    assert verdict.startswith("Verdict: rank 1 has not called it: look")
 
 
 _OVER = Call("7", 7, "all_reduce", True, 50.0)

@@ -231,6 +231,10 @@ class Alarm(NamedTuple):
         """Return whether a rank has raised this alarm."""
         return bool(self.store.read(self._key("raised", "by")))
 
+    def is_answered(self, rank: int) -> bool:
+        """Return whether a rank has answered this alarm, in the last minutes."""
+        return bool(self.store.read(self._key("rank", rank)))
+
     def answer(self, record: RankRecord) -> list[str]:
         """Write this rank's record and pending calls; return the keys, to be removed later.
 

@@ -287,6 +287,7 @@ class _WatchedWorld:
                 return
             if self._next_alarm is None:
                 self._next_alarm = _number_of_alarms(store)
+                self._answer_late(store, self._next_alarm - 1)
             alarm = Alarm(store, self._next_alarm)
             now = time.monotonic()
             if stuck and now - self._last_raised > self._seconds:
@@ -336,15 +337,24 @@ class _WatchedWorld:
 
     # --- an alarm -----------------------------------------------------------------------------
 
-    def _answer(self, alarm: Alarm, pause: float, is_over: threading.Event) -> None:
-        record = self._record(with_lines=True)
+    def _answer_late(self, store: RunStore, number: int) -> None:
+        """Answer the last alarm before this watch began, whose reporters may still be waiting."""
+        alarm = Alarm(store, number)
+        if number >= 0 and not alarm.is_answered(self.world.rank):  # by an earlier watch
+            self._write_record(alarm)
+
+    def _write_record(self, alarm: Alarm) -> RankRecord:
+        record, now = self._record(with_lines=True), time.monotonic()
         self.world.run.add_user(_STORE_USER)
-        self._remove_old_keys(alarm.store)
-        now = time.monotonic()
         self._own_keys += [(now, key) for key in alarm.answer(record)]
         history = self._record(with_lines=True, n_kept=_HISTORY)
         if record.pending():
             self._own_keys.append((now, alarm.write_history(history)))
+        return record
+
+    def _answer(self, alarm: Alarm, pause: float, is_over: threading.Event) -> None:
+        self._remove_old_keys(alarm.store)
+        record, now = self._write_record(alarm), time.monotonic()
         # After this time, the other ranks have seen the alarm.
         if is_over.wait(pause + _SECONDS_TO_ANSWER):
             return
