@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from harness import OURS, Check, Outcome, Run
 from meshverse.agreement import Rendezvous
-from meshverse.run_store import Run as GroupRun
-from meshverse.run_store import RunStore
+from meshverse.store import Run as GroupRun
+from meshverse.store import StoreKeys
 
 __all__ = ["METHOD", "SCALE", "TITLE", "run"]
 
@@ -59,7 +59,7 @@ class _MainThread(Rendezvous):
 class _World(NamedTuple):
     """A world, as far as a rendezvous needs one."""
 
-    run_store: RunStore
+    run_store: StoreKeys
     rank: int
     is_over: bool = False
 
@@ -104,7 +104,7 @@ def _wait(size: int, seconds: int) -> tuple[Counter[int], float]:
         first = rank - rank % _SIZE
         ranks = list(range(first, first + _SIZE))
         try:
-            world: Any = _World(RunStore(store, runs[rank]), rank)
+            world: Any = _World(runs[rank].keys(store), rank)
             _MainThread().join(world, f"g{first}", "group", ranks, None)
         except RuntimeError as error:
             failed.append(error)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import socket
 import time
 import weakref
@@ -34,11 +33,10 @@ from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.hooks import World, check_timeout
 from meshverse.locks import Claim
+from meshverse.store import StoreKeys
 from meshverse.wording import rank_ranges
 
 _SHOWN = 8  # missing ranks that an error names at most
-_LOOKS_A_SECOND = 10_000  # most looks into the store of all waiting processes together
-_random = random.Random()  # not Python's global generator, whose state belongs to the program
 
 
 def connect(
@@ -172,7 +170,8 @@ class _Rounds:
         self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> None:
         self._name, self._rank, self._size, self._timeout = name, rank, size, timeout
-        self.store = dist.PrefixStore(f"meshverse connection {name}", store)
+        prefix = f"meshverse connection {name}"
+        self.store, self._keys = dist.PrefixStore(prefix, store), StoreKeys(store, prefix, size)
         # Identify this call of `connect`, and this process.
         self._attempt, self._process = os.urandom(8).hex(), f"{socket.gethostname()}:{os.getpid()}"
 
@@ -191,14 +190,15 @@ class _Rounds:
         try:
             while True:
                 number = self._current()
-                found = self._write(f"{number} settings", settings)
+                found = self._keys.put_first(f"{number} settings", settings)
                 if found != settings:
                     self._refuse(
                         number,
                         f"rank {self._rank} has {settings}, and others have {found}. Pass the same "
                         "in all processes.",
                     )
-                holder = self._write(f"{number} {self._rank}", f"{self._attempt} {self._process}")
+                mine = f"{self._attempt} {self._process}"
+                holder = self._keys.put_first(f"{number} {self._rank}", mine)
                 if not holder.startswith(self._attempt):
                     who = holder.partition(" ")[2]
                     if who == taken_by != self._process:  # twice, so that process is alive
@@ -210,7 +210,7 @@ class _Rounds:
                     taken_by = who
                     self._end(number)
                     continue
-                self.store.add(f"{number} count", 1)
+                self._keys.count(f"{number} count")
                 if self._wait(number, deadline):
                     self._end(number)  # a later `connect` uses the next round
                     return number
@@ -222,32 +222,24 @@ class _Rounds:
 
     def _refuse(self, number: int, why: str) -> NoReturn:
         """Raise ValueError in this process and in all that wait in this round."""
-        self._write(f"{number} error", why)
-        self.store.set("refused", f"{number} {why}")
+        self._keys.put_first(f"{number} error", why)
+        self._keys.write("refused", f"{number} {why}")
         self._end(number)
         raise ValueError(f"connect({self._name!r}): {why}")
 
-    def _why_refused(self, number: int) -> str:
-        key = f"{number} error"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
-
     def _lately_refused(self, number: int) -> str:
-        if not self.store.check(["refused"]):
-            return ""
-        refused, _, why = self.store.get("refused").decode().partition(" ")
+        refused, _, why = self._keys.read("refused").partition(" ")
         # Each process ends one round at most, so an older refusal is of an earlier attempt.
-        return why if int(refused) + self._size >= number else ""
+        return why if refused and int(refused) + self._size >= number else ""
 
     def _current(self) -> int:
-        return int(self._write("round", "0"))
+        return int(self._keys.put_first("round", "0"))
 
     def _end(self, number: int) -> None:
-        self.store.compare_set("round", str(number), str(number + 1))
+        self._keys.replace("round", str(number), str(number + 1))
 
-    def _write(self, key: str, text: str) -> str:
-        """Write the value of a key, unless it has one; return the value that it has then."""
-        found: bytes = self.store.compare_set(key, "", text)
-        return found.decode()
+    def _is_complete(self, number: int) -> bool:
+        return self._keys.count(f"{number} count", 0) >= self._size
 
     def _wait(self, number: int, deadline: float) -> bool:
         """Wait until a round is complete; return False if it has ended before that.
@@ -256,12 +248,13 @@ class _Rounds:
             ValueError: processes in this round disagree.
             RuntimeError: the round was not complete in time.
         """
-        pause = max(self._size / _LOOKS_A_SECOND, 0.01)
-        while self.store.add(f"{number} count", 0) < self._size:
+        began = time.monotonic()
+        while not self._is_complete(number):
+            self._keys.pause()
             if self._current() != number:
-                if refused := self._why_refused(number):
+                if refused := self._keys.read(f"{number} error"):
                     raise ValueError(f"connect({self._name!r}): {refused}")
-                return self.store.add(f"{number} count", 0) >= self._size
+                return self._is_complete(number)
             if time.monotonic() > deadline:
                 missing, refused = self._missing(number), self._lately_refused(number)
                 self._end(number)  # the others must not wait with this rank counted
@@ -271,8 +264,7 @@ class _Rounds:
                     "and size, and each with a different rank."
                     + (f" An earlier error of one of them: {refused}" if refused else "")
                 )
-            time.sleep(pause * _random.uniform(0.5, 1.5))
-            pause = min(pause * 1.5, max(self._size / _LOOKS_A_SECOND, 0.25))
+            self._keys.pause_after(time.monotonic() - began)
         return True
 
     def _missing(self, number: int) -> str:
@@ -280,7 +272,7 @@ class _Rounds:
         missing, blocks = list[int](), [range(self._size)]
         while blocks and len(missing) <= _SHOWN:
             block = blocks.pop()
-            if self.store.check([f"{number} {rank}" for rank in block]):
+            if self._keys.have_all([f"{number} {rank}" for rank in block]):
                 continue
             half = len(block) // 2
             if half:

@@ -1,11 +1,11 @@
 """Names of the core that extras use, beyond those of `meshverse` itself.
 
 Extras import the rest of the core from here and from the modules that every part may use
-(`_core`, `_torch_compat`, `explain`, `layouts`, `locks`, `wording`), so that this list is all that
-a change of the core can break.
+(`_core`, `_torch_compat`, `explain`, `layouts`, `locks`, `store`, `wording`), so that this
+list is all that a change of the core can break.
 
 - `on_world_started`: calls a function at the start of each world.
-- `World`, `WorldState`, `RunStore`: the world, an extra's own state in it, and its store.
+- `World`, `WorldState`: the world, with its store, and an extra's own state in it.
 - `Rendezvous`: ranks wait for each other through the store, and exchange texts.
 - `WorldUniverses`, `universes_here`: the universes of a world.
 - `GroupRequest`: the ranks of a process group.
@@ -18,7 +18,6 @@ from __future__ import annotations
 from .agreement import Rendezvous
 from .groups.request import GroupRequest
 from .options.group_options import check_timeout
-from .run_store import RunStore
 from .universe.find_group import find_group_optional, finest_coordinate
 from .universe.registry import WorldUniverses, universes_here
 from .world import World, WorldState, on_world_started
@@ -26,7 +25,6 @@ from .world import World, WorldState, on_world_started
 __all__ = [
     "GroupRequest",
     "Rendezvous",
-    "RunStore",
     "World",
     "WorldState",
     "WorldUniverses",

@@ -44,7 +44,7 @@ from meshverse.attributes import computed
 from meshverse.locks import state_changed, state_lock
 from meshverse.options.group_options import NO_OVERRIDE, GroupOptions
 
-from .run_store import Run, RunStore
+from .store import Run, StoreKeys
 
 
 class WorldState:
@@ -297,10 +297,10 @@ class World:
         return thread is threading.main_thread() or thread.ident == self.thread_id
 
     @property
-    def run_store(self) -> RunStore | None:
+    def run_store(self) -> StoreKeys | None:
         """The store, with the keys of this run; None if it allows no rendezvous."""
         store = self.store
-        return None if store is None else RunStore(store, self.run)
+        return None if store is None else self.run.keys(store)
 
     @computed
     def default_options(self) -> GroupOptions:

@@ -26,7 +26,7 @@ from helpers.differing import (
 from helpers.turns import say_when_compared, wait_for_comparison
 from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
 from meshverse.agreement import ComparedCalls
-from meshverse.run_store import RunStore
+from meshverse.store import StoreKeys
 
 
 def _from_ranks(ranks: list[list[int]]) -> DeviceMesh:
@@ -187,13 +187,13 @@ def _learns_late() -> str:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     usual, times = ComparedCalls.check, itertools.count()
 
-    def check(self: ComparedCalls, run_store: RunStore) -> None:
+    def check(self: ComparedCalls, run_store: StoreKeys) -> None:
         if rank == 1 and next(times) == 0:
             store.set("rank 1 looks", "")
             store.wait(["rank 3 has joined", "ranks 0 and 2 have raised"])
         usual(self, run_store)
 
-    def join(self: RunStore, key: str, amount: int = 1) -> int:
+    def join(self: StoreKeys, key: str, amount: int = 1) -> int:
         if rank == 3 and key.startswith("rendezvous/"):
             store.wait(["rank 1 looks"])
         count = usual_count(self, key, amount)
@@ -201,10 +201,10 @@ def _learns_late() -> str:
             store.set("rank 3 has joined", "")
         return count
 
-    usual_count = RunStore.count
+    usual_count = StoreKeys.count
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ComparedCalls, "check", check)
-        patch.setattr(RunStore, "count", join)
+        patch.setattr(StoreKeys, "count", join)
         say_when_compared(patch)
         if rank == 2:
             wait_for_comparison(0, 1, 3)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from meshverse.agreement import ComparedCalls, Description, RanksDifferError
 from meshverse.agreement.mismatch import _differences
 from meshverse.program_line import program_line
-from meshverse.run_store import Run, RunStore
+from meshverse.store import Run
 
 
 def _call(
@@ -57,7 +57,7 @@ def test_differences_are_named(one: Description, other: Description, expected: l
 
 def test_an_error_that_the_program_has_not_got_is_raised_again() -> None:
     kept = dist.HashStore()
-    mine, theirs = (RunStore(kept, Run(rank, 4)) for rank in range(2))
+    mine, theirs = (Run(rank, 4).keys(kept) for rank in range(2))
     here, there = ComparedCalls(), ComparedCalls()
     for name in ("a", "b"):
         here.compare(mine, name, _call(0, {name: 4}), [], n_ranks=2)

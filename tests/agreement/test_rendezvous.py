@@ -16,7 +16,7 @@ from helpers.crew import Crew
 from helpers.turns import wait_until, wait_until_they_wait
 from meshverse.agreement import Rendezvous
 from meshverse.agreement.deadlock import Wait, note_key, read_wait
-from meshverse.run_store import Run, RunStore
+from meshverse.store import Run, StoreKeys
 
 _LONG = timedelta(seconds=60)
 _SHORT = timedelta(seconds=0.3)  # short-timeout: it must elapse
@@ -25,7 +25,7 @@ _SHORT = timedelta(seconds=0.3)  # short-timeout: it must elapse
 class _World(NamedTuple):
     """A world, as far as a rendezvous needs one."""
 
-    run_store: RunStore
+    run_store: StoreKeys
     rank: int
     is_over: bool = False
 
@@ -33,7 +33,7 @@ class _World(NamedTuple):
 def _world(store: Any, rank: int) -> Any:
     run = Run(rank, world_size=4)
     run._number = 1  # no second run begins when a member comes again
-    return _World(RunStore(store, run), rank)
+    return _World(run.keys(store), rank)
 
 
 def _join(

@@ -14,7 +14,7 @@ from meshverse.hang.live import Alarm
 from meshverse.hang.records import RankRecord, record_of
 from meshverse.hang.report import NoRecord, ReportFormatter
 from meshverse.hang.verdicts import Stuck, find_stuck
-from meshverse.run_store import Run, RunStore
+from meshverse.store import Run
 from meshverse.tools.commands.main import main
 
 _FORMATS = [Format("nccl"), Format("nccl", is_timed=True), Format("nccl2"), Format("gloo")]
@@ -55,7 +55,7 @@ def _reports(records: dict[int, RankRecord]) -> list[tuple[Stuck, str]]:
     The ranks exchange their records through a store, as those of a running job do.
     """
     store, found = dist.HashStore(), []
-    alarms = {rank: Alarm(RunStore(store, Run(rank, len(records))), 0) for rank in records}
+    alarms = {rank: Alarm(Run(rank, len(records)).keys(store), 0) for rank in records}
     for rank, record in records.items():
         alarms[rank].answer(record)
     for rank, record in records.items():

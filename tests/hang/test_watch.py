@@ -31,7 +31,7 @@ from meshverse.hang.live import Alarm, _add_unrecorded, _add_wait
 from meshverse.hang.records import Call, GroupSeen, RankRecord
 from meshverse.hang.verdicts import find_stuck
 from meshverse.hang.watch import _WatchedWorld, watch_by_environment
-from meshverse.run_store import RunStore
+from meshverse.store import StoreKeys
 from meshverse.world import World
 
 _NAME = "meshverse watch"
@@ -340,7 +340,8 @@ def _watches_late() -> list[str]:
     """Begin to watch on rank 1 after rank 0 has raised an alarm."""
     lines, rank = _logged(), dist.get_rank()
     world = World.current()
-    assert world is not None and world.run_store is not None
+    assert world is not None
+    assert world.run_store is not None
     store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=SECONDS)
     if rank == 1:
         wait_until(Alarm(world.run_store, 0).is_raised)
@@ -493,7 +494,7 @@ def _operations_of_looks(n_looks: int) -> Counter[str]:
     asked: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
-        usual = getattr(RunStore, name)
+        usual = getattr(StoreKeys, name)
 
         def ask(*arguments: Any, **named: Any) -> Any:
             asked[name] += 1
@@ -504,7 +505,7 @@ def _operations_of_looks(n_looks: int) -> Counter[str]:
     names = ("read", "put_first", "write", "count", "append", "remove")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            patch.setattr(RunStore, name, counted(name))
+            patch.setattr(StoreKeys, name, counted(name))
         world = World.current()
         assert world is not None
         watched = _WatchedWorld(world, 60.0, None)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from meshverse.agreement.deadlock import note_key
-from meshverse.run_store import RunStore
+from meshverse.store import StoreKeys
 from meshverse.world import World
 
 _SECONDS = 60.0
@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)  # sleep: it looks again
 
 
-def wait_until_they_wait(*ranks: int, store: RunStore | None = None) -> None:
+def wait_until_they_wait(*ranks: int, store: StoreKeys | None = None) -> None:
     """Wait until these ranks note in the store that they wait for others, after a second of it.
 
     Args:
@@ -51,9 +51,9 @@ def say_when_compared(patch: pytest.MonkeyPatch) -> None:
     Args:
         patch: that takes this back.
     """
-    usual, store, numbers = RunStore.put_first, _store(), Counter[int]()
+    usual, store, numbers = StoreKeys.put_first, _store(), Counter[int]()
 
-    def put_first(self: RunStore, key: str, text: str) -> str:
+    def put_first(self: StoreKeys, key: str, text: str) -> str:
         found = usual(self, key, text)
         if key.startswith("calls/"):
             rank = dist.get_rank()
@@ -61,7 +61,7 @@ def say_when_compared(patch: pytest.MonkeyPatch) -> None:
             store.set(f"{rank} has compared {numbers[rank]}", "")
         return found
 
-    patch.setattr(RunStore, "put_first", put_first)
+    patch.setattr(StoreKeys, "put_first", put_first)
 
 
 def wait_for_comparison(*ranks: int, number: int = 1) -> None:

@@ -18,7 +18,7 @@ from helpers.crew import Crew
 from helpers.sleeping import sleep
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups import creation
-from meshverse.run_store import RunStore
+from meshverse.store import StoreKeys
 
 _AXES = ("dp", "tp")
 
@@ -135,7 +135,7 @@ def _interrupted_in_the_comparison() -> list[int]:
             def interrupted(*_: Any) -> str:
                 raise KeyboardInterrupt
 
-            patch.setattr(RunStore, "put_first", interrupted)
+            patch.setattr(StoreKeys, "put_first", interrupted)
         try:
             init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, lazy=True).universe.destroy()
         except KeyboardInterrupt:

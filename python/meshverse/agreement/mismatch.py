@@ -37,7 +37,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from meshverse.run_store import RunStore
+from meshverse.store import StoreKeys
 from meshverse.world import World, WorldState
 
 _log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class ComparedCalls(WorldState):
 
     def compare(
         self,
-        store: RunStore,
+        store: StoreKeys,
         ranks: str,
         mine: Description,
         keys_written: list[str],
@@ -203,7 +203,7 @@ class ComparedCalls(WorldState):
         calls.n_compared += 1  # last: a rank that is interrupted compares the same call again
 
     def _remove_past(
-        self, store: RunStore, ranks: str, calls: _Calls, keys_written: list[str], n_ranks: int
+        self, store: StoreKeys, ranks: str, calls: _Calls, keys_written: list[str], n_ranks: int
     ) -> None:
         """Count this rank as past some calls. The last rank of the set removes their keys."""
         first = calls.n_counted
@@ -218,7 +218,7 @@ class ComparedCalls(WorldState):
         elif n_past == 1:
             keys_written.append(key)
 
-    def check(self, store: RunStore) -> None:
+    def check(self, store: StoreKeys) -> None:
         """Raise RanksDifferError if another rank has found a mismatch.
 
         If the error reaches the program, call `note_raised`. Until then, each check raises it: a

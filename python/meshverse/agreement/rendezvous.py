@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshverse.run_store import RunStore
+from meshverse.store import StoreKeys
 from meshverse.wording import rank_list
 from meshverse.world import World, WorldState
 
@@ -42,8 +42,6 @@ _log = logging.getLogger(__name__)
 
 _ALL_JOINED = "all joined"  # begins the outcome of a success; the members' strings follow
 _LEFTOVER = "leftover "  # begins the outcome if a member uses a leftover, whose name follows
-_FIRST_PAUSE_SECONDS = 0.002
-_LONGEST_PAUSE_SECONDS = 0.5
 _CHECK_SECONDS = 1.0  # between two calls of `check`
 _FIRST_LOOK_SECONDS = 1.0  # until a rank writes its note, and the first search for a deadlock
 _LONGEST_LOOK_SECONDS = 30.0  # between two searches; the interval doubles up to this
@@ -200,7 +198,7 @@ class Rendezvous(WorldState):
         """
         return self._is_main_thread_only
 
-    def remove_from_store(self, store: RunStore, name: str) -> None:
+    def remove_from_store(self, store: StoreKeys, name: str) -> None:
         """Forget a rendezvous, and remove the keys of attempts that this rank joined first.
 
         No member may still be waiting in it.
@@ -237,7 +235,7 @@ class _Attempt:
     def __init__(
         self,
         own: Rendezvous,
-        store: RunStore,
+        store: StoreKeys,
         world: World,
         key: str,
         label: str,
@@ -317,11 +315,7 @@ class _Attempt:
         next_check, next_look, look = _CHECK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOK_SECONDS
         has_warned = False
         while True:
-            # A quarter of the time waited so far, within the two limits: so the extra delay is at
-            # most about a quarter of the wait. In large jobs `pause` sleeps longer, to limit the
-            # load on the store.
-            wanted = max(waited / 4, _FIRST_PAUSE_SECONDS)
-            self._store.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
+            self._store.pause_after(waited)
             if outcome := self._outcome():
                 return outcome
             waited = time.monotonic() - start

@@ -26,7 +26,7 @@ from meshverse._torch_compat.c10d_groups import end_group, find_group
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous
 from meshverse.locks import Claim
-from meshverse.run_store import RunStore
+from meshverse.store import StoreKeys
 from meshverse.wording import rank_list
 from meshverse.world import World
 
@@ -231,7 +231,9 @@ def _could_not_create(
     )
 
 
-def _store_for_rendezvous(request: GroupRequest, ranks: list[int], world: World) -> RunStore | None:
+def _store_for_rendezvous(
+    request: GroupRequest, ranks: list[int], world: World
+) -> StoreKeys | None:
     """Return the store in which the members have a rendezvous, or None; see `_rendezvous`."""
     waits = len(ranks) > 1 and world.creation(request.options.backend).blocks
     return world.run_store if waits else None

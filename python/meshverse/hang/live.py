@@ -20,7 +20,8 @@ from meshverse._torch_compat.flight_recorder import (
     sequence_number,
     wait_of_frame,
 )
-from meshverse.hooks import RunStore, find_group_optional, finest_coordinate, universes_here
+from meshverse.hooks import find_group_optional, finest_coordinate, universes_here
+from meshverse.store import StoreKeys
 
 from .records import (
     KEPT,
@@ -216,7 +217,7 @@ class Alarm(NamedTuple):
         number: number of the alarm in this run, from 0.
     """
 
-    store: RunStore
+    store: StoreKeys
     number: int
 
     def raise_it(self, rank: int) -> None:

@@ -21,8 +21,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from meshverse._torch_compat.flight_recorder import flight_recorder_status, not_recording_reason
-from meshverse.hooks import RunStore, World, on_world_started
+from meshverse.hooks import World, on_world_started
 from meshverse.locks import state_lock
+from meshverse.store import StoreKeys
 
 from .live import Alarm, live_coordinates, longest_wait, record_here
 from .records import KEPT, Call, GroupSeen, RankRecord
@@ -337,7 +338,7 @@ class _WatchedWorld:
 
     # --- an alarm -----------------------------------------------------------------------------
 
-    def _answer_late(self, store: RunStore, number: int) -> None:
+    def _answer_late(self, store: StoreKeys, number: int) -> None:
         """Answer the last alarm before this watch began, whose reporters may still be waiting."""
         alarm = Alarm(store, number)
         if number >= 0 and not alarm.is_answered(self.world.rank):  # by an earlier watch
@@ -379,7 +380,7 @@ class _WatchedWorld:
                 if not is_reporter
             }
 
-    def _remove_old_keys(self, store: RunStore) -> None:
+    def _remove_old_keys(self, store: StoreKeys) -> None:
         """Remove the keys that this rank wrote at alarms more than `_SECONDS_TO_KEEP` ago."""
         oldest = time.monotonic() - _SECONDS_TO_KEEP
         for since, key in self._own_keys:
@@ -417,7 +418,7 @@ class _WatchedWorld:
         _log.log(level, "Rank %d: A collective is stuck.\n%s", self.world.rank, text)
         self._call(Hang(text, data, True))
 
-    def _pass_on_verdicts(self, store: RunStore) -> None:
+    def _pass_on_verdicts(self, store: StoreKeys) -> None:
         """Call `on_stuck` with the verdicts that other ranks have logged since the last look."""
         for key, until in list(self._awaited.items()):
             verdict = store.read(key)
@@ -481,7 +482,7 @@ def _goes_with(one: Stuck, reported: Stuck) -> bool:
     return one.name in reported.cycle or is_other_cause
 
 
-def _number_of_alarms(store: RunStore) -> int:
+def _number_of_alarms(store: StoreKeys) -> int:
     return next(number for number in itertools.count() if not Alarm(store, number).is_raised())
 
 

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshverse.store import StoreKeys
+
 _FAILED, _REPORTER, _READ = "failed", "reporter", "errors read"  # keys
 _SECONDS_TO_REPORT = 30.0  # that the other ranks allow for `report`, which may print
 _BEATS_TO_WAIT = 10  # missed heartbeats after which a rank counts as stopped
-_SECONDS_BETWEEN_LOOKS = 0.02
 
 Report = Callable[[Any], None]
 
@@ -134,7 +135,9 @@ class Membership:
         if self._is_host and not _hosted:
             _hosted.append(store)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = dist.PrefixStore(f"meshverse doctor {restarts} {call}", store)
+        prefix = f"meshverse doctor {restarts} {call}"
+        self.store = dist.PrefixStore(prefix, store)
+        self._keys = StoreKeys(store, prefix, world_size)
 
     @contextlib.contextmanager
     def heartbeat(self) -> Iterator[None]:
@@ -161,7 +164,7 @@ class Membership:
         """Record in the store that this rank begins a step."""
         self._step += 1
         note = {"step": self._step, "what": step, "host": host}
-        self.store.set(f"note {self._rank}", json.dumps(note))
+        self._keys.write(f"note {self._rank}", json.dumps(note))
 
     def gather(self, name: str, mine: Any) -> list[Any] | None:
         """Gather the values of all ranks on rank 0, in order of rank; return None on the others.
@@ -169,14 +172,14 @@ class Membership:
         Raises:
             NotAllHereError: on rank 0, if a rank did not send its value in time or has failed.
         """
-        self.store.set(f"{name} {self._rank}", json.dumps(mine))
+        self._keys.write(f"{name} {self._rank}", json.dumps(mine))
         if self._rank:
             return None
         keys = [f"{name} {rank}" for rank in range(self._size)]
         self._wait(keys, self._timeout.total_seconds())
         values = [json.loads(text) for text in self.store.multi_get(keys)]
         for key in keys:  # only rank 0 reads them, and the store may outlive the examination
-            self.store.delete_key(key)
+            self._keys.remove(key)
         return values
 
     def broadcast(self, name: str, value: Any = None) -> Any:
@@ -186,19 +189,20 @@ class Membership:
             NotAllHereError: rank 0 did not send a value in time, or a rank has failed.
         """
         if self._rank == 0:
-            self.store.set(name, json.dumps(value))
+            self._keys.write(name, json.dumps(value))
             return value
         # Rank 0 may wait for another rank until the timeout, and then print.
         self._wait([name], 2 * self._timeout.total_seconds() + _SECONDS_TO_REPORT)
-        return json.loads(self.store.get(name))
+        return json.loads(self._keys.read(name))
 
     def _wait(self, keys: list[str], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         try:
-            while not self.store.check(keys):
-                if time.monotonic() > deadline or self.store.check([_FAILED]):
+            while not self._keys.have_all(keys):
+                waited = time.monotonic() - began
+                if waited > seconds or self._keys.read(_FAILED):
                     raise self.failure(f"Rank {self._rank} waited {seconds:g} s for others")
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                self._keys.pause_after(waited)
         except dist.DistError as error:
             raise self._lost(f"Rank {self._rank}", error) from None
 
@@ -229,19 +233,19 @@ class Membership:
             Message of the error that was reported.
         """
         try:
-            reporter = self.store.compare_set(_REPORTER, "", str(self._rank)).decode()
+            reporter = self._keys.put_first(_REPORTER, str(self._rank))
             if reporter == str(self._rank):
                 error, silent = diagnosed()
                 self._report(error)
-                self.store.set(_FAILED, json.dumps([str(error), silent]))
-            elif not self._poll(lambda: self.store.check([_FAILED])):
+                self._keys.write(_FAILED, json.dumps([str(error), silent]))
+            elif not self._poll(lambda: bool(self._keys.read(_FAILED))):
                 raise dist.DistError(
                     f"rank {reporter} had to report which rank is missing, but did not"
                 )
-            message, silent = json.loads(self.store.get(_FAILED))
-            self.store.add(_READ, 1)
+            message, silent = json.loads(self._keys.read(_FAILED))
+            self._keys.count(_READ)
             if self._is_host:  # it leaves after all other ranks that can have read the error
-                self._poll(lambda: self.store.add(_READ, 0) >= self._size - len(silent))
+                self._poll(lambda: self._keys.count(_READ, 0) >= self._size - len(silent))
             return str(message)
         except dist.DistError as lost:
             return str(self._lost(what, lost))
@@ -255,9 +259,10 @@ class Membership:
     def _poll(self, is_done: Callable[[], bool]) -> bool:
         """Wait until `is_done` is true, for a bounded time; return whether it is."""
         longest = _SECONDS_TO_REPORT + self._timeout.total_seconds()
-        deadline = time.monotonic() + longest + _BEATS_TO_WAIT * self._beat_seconds
-        while not (done := is_done()) and time.monotonic() < deadline:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        longest += _BEATS_TO_WAIT * self._beat_seconds
+        began = time.monotonic()
+        while not (done := is_done()) and (waited := time.monotonic() - began) < longest:
+            self._keys.pause_after(waited)
         return done
 
     def _behind(self) -> tuple[str, list[int]]:
@@ -294,4 +299,5 @@ class Membership:
         return list(first)
 
     def _read(self, key: str) -> Any:
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        text = self._keys.read(key)
+        return json.loads(text) if text else None

@@ -1,9 +1,11 @@
-"""The default group's store, with keys that belong to one run of the default process group.
+"""Keys in torch's stores: through them, ranks find out what the others do.
 
-A run is what all ranks do between `init_process_group` and the end of that default group. A store
-can outlive it: torchrun keeps one store for all restarts of a job, and a program can pass the same
-store to `init_process_group` twice. So every key begins with the number of the run. All ranks of a
-run compute the same number, without waiting for each other.
+Each operation is one request that does not wait, so that whoever waits can say who is missing.
+
+The default group's store can outlive a *run*, which is what all ranks do between
+`init_process_group` and the end of that default group: torchrun keeps one store for all restarts of
+a job, and a program can pass the same store to `init_process_group` twice. So keys there begin with
+the number of the run. All ranks of a run compute the same number, without waiting for each other.
 
 Example: a job of 4 ranks crashes and torchrun starts it again. What the first run left in the store
 is under "meshverse/4/1/...". The ranks of the second run use "meshverse/4/2/...".
@@ -14,6 +16,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from meshverse.locks import state_lock
@@ -23,14 +26,89 @@ from meshverse.locks import state_lock
 # would be a second operation.)
 _NEVER_WRITTEN = "?"
 
-# Limit for all waiting ranks of a job together, on average. The busiest second has up to half as
-# much again, at most 20,000. A TCPStore serves some 40,000 operations a second on two cores
+# Limit for all processes that wait, on average. The busiest second has up to half as much again, at
+# most 20,000. A TCPStore serves some 40,000 operations a second on two cores
 # (benchmarks/results/store.md).
 _OPERATIONS_A_SECOND = 13_000
+
+_FIRST_PAUSE_SECONDS = 0.002
+_LONGEST_PAUSE_SECONDS = 0.5
 
 # Not Python's global generator, which belongs to the user: pauses would advance it differently on
 # each rank.
 _random = random.Random()
+
+
+class StoreKeys:
+    """Keys of a store under one prefix, with strings as values. Each method makes one operation.
+
+    Create one when it is needed, and do not keep it longer than the store is needed: a TCPStore
+    keeps its port open as long as it is referenced.
+
+    Args:
+        store: store of torch.distributed.
+        prefix: begins each key.
+        n_processes: number of processes that may wait for keys of this store at the same time.
+    """
+
+    def __init__(self, store: Any, prefix: str, n_processes: int) -> None:
+        self._store, self._prefix, self._n_processes = store, prefix, n_processes
+
+    def read(self, key: str) -> str:
+        """Return the value of a key, "" if it has none. Does not wait for a value."""
+        text = self.replace(key, _NEVER_WRITTEN, _NEVER_WRITTEN)
+        return "" if text == _NEVER_WRITTEN else text
+
+    def replace(self, key: str, old: str, new: str) -> str:
+        """Write a value if the key has `old`, "" for none; return the value that it has then."""
+        found: bytes = self._store.compare_set(f"{self._prefix}/{key}", old, new)
+        return found.decode()
+
+    def put_first(self, key: str, text: str) -> str:
+        """Write a value if the key has none; return the value that it has then."""
+        return self.replace(key, "", text)
+
+    def write(self, key: str, text: str) -> None:
+        """Write a value, whether or not the key has one."""
+        self._store.set(f"{self._prefix}/{key}", text)
+
+    def append(self, key: str, text: str) -> None:
+        """Append to the value of a key, which is "" at first."""
+        self._store.append(f"{self._prefix}/{key}", text)
+
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to the number of a key, which is 0 at first; return the sum."""
+        total: int = self._store.add(f"{self._prefix}/{key}", amount)
+        return total
+
+    def remove(self, key: str) -> None:
+        """Remove a key, if it exists."""
+        self._store.delete_key(f"{self._prefix}/{key}")
+
+    def have_all(self, keys: Sequence[str]) -> bool:
+        """Return whether all of these keys have values."""
+        return bool(self._store.check([f"{self._prefix}/{key}" for key in keys]))
+
+    def pause(self, at_least_seconds: float = 0.0) -> None:
+        """Sleep before an operation of a process that waits.
+
+        Pauses are so long that all processes together make at most 20,000 operations a second, even
+        if all of them wait. They are random, so that the processes spread their operations.
+
+        Args:
+            at_least_seconds: shortest pause that the caller wants.
+        """
+        fair_share = self._n_processes / _OPERATIONS_A_SECOND
+        time.sleep(max(at_least_seconds, fair_share * _random.uniform(0.5, 1.5)))
+
+    def pause_after(self, waited_seconds: float) -> None:
+        """Sleep between two looks at a key, for about a quarter of the time waited so far.
+
+        So a process learns of a change with a delay of at most about a quarter of its wait. The
+        pause is from 0.002 to 0.5 seconds, or longer in large jobs, as in `pause`.
+        """
+        wanted = max(waited_seconds / 4, _FIRST_PAUSE_SECONDS)
+        self.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
 
 
 class Run:
@@ -55,6 +133,11 @@ class Run:
         self._users: set[object] = set()  # those that may have keys in the store
         self._highest_key = f"meshverse/{world_size}/runs"
         self._own_key = f"{self._highest_key}/{rank}"
+
+    def keys(self, store: Any) -> StoreKeys:
+        """Return the keys of this run in the default group's store."""
+        prefix = f"meshverse/{self.world_size}/{self.number(store)}"
+        return StoreKeys(store, prefix, self.world_size)
 
     def number(self, store: Any) -> int:
         """Return the number of the run, from 1.
@@ -123,65 +206,3 @@ def _restarts_on_this_store() -> int:
     # Other launchers give every restart a new store. The count can differ between nodes.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(restarts) if _is_kept_by_launcher() and restarts.isdecimal() else 0
-
-
-class RunStore:
-    """The keys of one run, with strings as values. Each method makes one operation.
-
-    Create one when it is needed, and do not keep it: it references the store, and a TCPStore keeps
-    its port open as long as it is referenced.
-
-    Args:
-        store: store of the default group.
-        run: current run of the default group.
-    """
-
-    def __init__(self, store: Any, run: Run) -> None:
-        self._store, self._prefix = store, f"meshverse/{run.world_size}/{run.number(store)}"
-        self._run = run
-
-    def read(self, key: str) -> str:
-        """Return the value of a key, "" if it has none. Does not wait for a value."""
-        text = self.replace(key, _NEVER_WRITTEN, _NEVER_WRITTEN)
-        return "" if text == _NEVER_WRITTEN else text
-
-    def replace(self, key: str, old: str, new: str) -> str:
-        """Write a value if the key has `old`, "" for none; return the value that it has then."""
-        found: bytes = self._store.compare_set(self._key(key), old, new)
-        return found.decode()
-
-    def put_first(self, key: str, text: str) -> str:
-        """Write a value if the key has none; return the value that it has then."""
-        return self.replace(key, "", text)
-
-    def write(self, key: str, text: str) -> None:
-        """Write a value, whether or not the key has one."""
-        self._store.set(self._key(key), text)
-
-    def append(self, key: str, text: str) -> None:
-        """Append to the value of a key, which is "" at first."""
-        self._store.append(self._key(key), text)
-
-    def count(self, key: str, amount: int = 1) -> int:
-        """Add to the number of a key, which is 0 at first; return the sum."""
-        total: int = self._store.add(self._key(key), amount)
-        return total
-
-    def remove(self, key: str) -> None:
-        """Remove a key, if it exists."""
-        self._store.delete_key(self._key(key))
-
-    def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
-
-    def pause(self, at_least_seconds: float = 0.0) -> None:
-        """Sleep before a store operation of a rank that waits.
-
-        Pauses are so long that all ranks of the job together make at most 20,000 operations a
-        second, even if all of them wait. They are random, so that ranks spread their operations.
-
-        Args:
-            at_least_seconds: shortest pause that the caller wants.
-        """
-        fair_share = self._run.world_size / _OPERATIONS_A_SECOND
-        time.sleep(max(at_least_seconds, fair_share * _random.uniform(0.5, 1.5)))
