@@ -23,6 +23,7 @@ from helpers.differing import (
     raised_by_the_call,
     small_mesh,
 )
+from helpers.tiers import in_tiers
 from helpers.turns import say_when_compared, wait_for_comparison
 from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
 from meshverse.agreement import ComparedCalls
@@ -144,23 +145,16 @@ _NOBODY_WAITS = {"timeout that is the world's"}
 _SOME_WAIT = {"what is derived", "laziness"}
 
 
-# One of each kind: a root, its groups, a derived mesh, the order of calls, a part, nobody waits.
-_IN_SHORT = {"shape", "order of calls"}
+_CASES = [(difference, odd_one_first) for odd_one_first in (True, False) for difference in _ALL]
+_SHORT = [(difference, True) for difference in ("shape", "order of calls")]
+_LONG = [(difference, True) for difference in _ALL] + [("shape", False), ("laziness", False)]
 
 
-def _tiers(odd_one_first: bool) -> list[Any]:
-    return [
-        pytest.param(
-            difference,
-            odd_one_first,
-            id=f"{difference}-odd one {'first' if odd_one_first else 'last'}",
-            marks=[] if odd_one_first and difference in _IN_SHORT else pytest.mark.long,
-        )
-        for difference in _ALL
-    ]
-
-
-@pytest.mark.parametrize(("difference", "odd_one_first"), _tiers(False) + _tiers(True))
+@pytest.mark.parametrize(
+    ("difference", "odd_one_first"),
+    in_tiers(_CASES, _SHORT, _LONG),
+    ids=[f"{name}-odd one {'first' if first else 'last'}" for name, first in _CASES],
+)
 def test_all_ranks_of_a_call_get_an_error_that_says_who_differs(
     crew: Crew, difference: str, odd_one_first: bool
 ) -> None:

@@ -85,6 +85,7 @@ def _traced(
     in_tiers(
         itertools.product(_PROGRAMS, _MESHES),
         [("rows of an embedding", "an outer axis")],
+        [*itertools.product(_PROGRAMS, _MESHES)][::3],
     ),
 )
 def test_all_ranks_have_one_text(program: str, which: str) -> None:
@@ -103,6 +104,7 @@ def test_all_ranks_have_one_text(program: str, which: str) -> None:
     in_tiers(
         itertools.product(_PROGRAMS, [None, True, False]),
         [("uneven shards", None)],
+        [*itertools.product(_PROGRAMS, [None, True, False])][::2],
     ),
 )
 def test_outputs_are_stocks(program: str, dynamic: bool | None) -> None:

@@ -146,7 +146,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", in_tiers(SETTINGS, short=("checkpointing",)))
+@pytest.mark.parametrize("name", in_tiers(SETTINGS, short=("checkpointing", "offload"), long=[]))
 @pytest.mark.long
 def test_training_with_setting_equals_one_process(crew: Crew, name: str) -> None:
     sizes = {"ep_size": 2, "tp_size": 2}

@@ -117,7 +117,7 @@ _CASES = {
     for mode in ("full", "selective")
     for scope in ("all", "language", "vision")
 }
-# One model whole, and a part of each of two.
+# A part of each of two models.
 _SHORT = [
     (llava, "selective", "language"),
     (gemma3, "selective", "vision"),

@@ -47,10 +47,7 @@ _SECONDS = 600  # for a family, on a busy machine
 # each head.
 _SHORT = ("llama", "deepseek_v2")
 # Sets of styles that many plans have, and kinds of attention in them.
-_LONG = (
-    *("qwen3", "doge", "gpt_neox", "cohere", "gemma3n_text", "granite_swa"),
-    *("deepseek_v3", "qwen3_next", "jamba", "gpt_oss"),
-)
+_LONG = (*("qwen3", "gpt_neox", "gemma3n_text", "deepseek_v3", "qwen3_next", "gpt_oss"),)
 
 # Its experts, which the plan hands out, take a weight for every expert.
 _REFUSED = {"gpt_oss"} if transformers.__version__.startswith("4.") else set()
