@@ -170,8 +170,8 @@ class _Rounds:
         self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> None:
         self._name, self._rank, self._size, self._timeout = name, rank, size, timeout
-        prefix = f"meshverse connection {name}"
-        self.store, self._keys = dist.PrefixStore(prefix, store), StoreKeys(store, prefix, size)
+        self.store = dist.PrefixStore(f"meshverse connection {name}", store)
+        self._keys = StoreKeys(self.store, "rounds", size)
         # Identify this call of `connect`, and this process.
         self._attempt, self._process = os.urandom(8).hex(), f"{socket.gethostname()}:{os.getpid()}"
 
@@ -264,7 +264,7 @@ class _Rounds:
                     "and size, and each with a different rank."
                     + (f" An earlier error of one of them: {refused}" if refused else "")
                 )
-            self._keys.pause_after(time.monotonic() - began)
+            self._keys.pause_between_looks(time.monotonic() - began)
         return True
 
     def _missing(self, number: int) -> str:

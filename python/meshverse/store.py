@@ -40,14 +40,17 @@ _random = random.Random()
 
 
 class StoreKeys:
-    """Keys of a store under one prefix, with strings as values. Each method makes one operation.
+    """Keys of a store under one prefix, with strings as values.
+
+    Each method but the pauses makes one operation. A process that waits pauses before each one.
 
     Create one when it is needed, and do not keep it longer than the store is needed: a TCPStore
     keeps its port open as long as it is referenced.
 
     Args:
-        store: store of torch.distributed.
-        prefix: begins each key.
+        store: store of torch.distributed. Wrap one that a program has written in Python in a
+            `PrefixStore`, which passes bytes to it.
+        prefix: begins each key, followed by "/".
         n_processes: number of processes that may wait for keys of this store at the same time.
     """
 
@@ -101,14 +104,15 @@ class StoreKeys:
         fair_share = self._n_processes / _OPERATIONS_A_SECOND
         time.sleep(max(at_least_seconds, fair_share * _random.uniform(0.5, 1.5)))
 
-    def pause_after(self, waited_seconds: float) -> None:
+    def pause_between_looks(self, waited_seconds: float) -> None:
         """Sleep between two looks at a key, for about a quarter of the time waited so far.
 
         So a process learns of a change with a delay of at most about a quarter of its wait. The
-        pause is from 0.002 to 0.5 seconds, or longer in large jobs, as in `pause`.
+        pause is from 0.002 to 0.5 seconds, a quarter more or less at random, or longer in large
+        jobs, as in `pause`.
         """
-        wanted = max(waited_seconds / 4, _FIRST_PAUSE_SECONDS)
-        self.pause(min(wanted, _LONGEST_PAUSE_SECONDS))
+        wanted = min(max(waited_seconds / 4, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+        self.pause(wanted * _random.uniform(0.75, 1.25))
 
 
 class Run:

@@ -237,6 +237,43 @@ def test_a_process_without_a_world_connects_alone() -> None:
     assert not dist.is_initialized()
 
 
+class _StoreInPython(dist.Store):
+    """A store of a program's own. torch passes bytes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        assert isinstance(value, bytes)
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        return self._values.keys() >= set(keys)
+
+    def wait(self, keys: list[str], *_: timedelta) -> None:
+        assert self.check(keys)  # one rank waits for nobody
+
+    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        assert isinstance(expected, bytes)
+        if self._values.get(key, b"") == expected:
+            self._values[key] = value
+        return self._values.get(key, expected)
+
+
+def test_a_store_written_in_python() -> None:
+    with meshverse.connect("in Python", _StoreInPython(), rank=0, size=1) as connection:
+        assert connection.is_open
+
+
 def _alone() -> meshverse.Connection:
     return meshverse.connect("again", dist.HashStore(), rank=0, size=1, backend="gloo")
 
@@ -276,7 +313,7 @@ def test_of_two_threads_that_connect_one_name_one_is_refused() -> None:
 
     with ThreadPoolExecutor() as threads:
         first = threads.submit(connect, timedelta(seconds=3))  # short-timeout: it must elapse
-        store.wait(["meshverse connection two threads/0 0"], timedelta(seconds=60))
+        store.wait(["meshverse connection two threads/rounds/0 0"], timedelta(seconds=60))
         with pytest.raises(ValueError, match=r"Another thread .* is connecting 'two threads'"):
             connect(timedelta(seconds=60))
         with pytest.raises(RuntimeError, match="waited 0:00:03 for rank 1 of 2"):

@@ -315,7 +315,7 @@ class _Attempt:
         next_check, next_look, look = _CHECK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOK_SECONDS
         has_warned = False
         while True:
-            self._store.pause_after(waited)
+            self._store.pause_between_looks(waited)
             if outcome := self._outcome():
                 return outcome
             waited = time.monotonic() - start

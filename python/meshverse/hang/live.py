@@ -233,7 +233,7 @@ class Alarm(NamedTuple):
         return bool(self.store.read(self._key("raised", "by")))
 
     def is_answered(self, rank: int) -> bool:
-        """Return whether a rank has answered this alarm, in the last minutes."""
+        """Return whether a rank has answered this alarm. Each rank keeps its last answer."""
         return bool(self.store.read(self._key("rank", rank)))
 
     def answer(self, record: RankRecord) -> list[str]:

@@ -339,7 +339,10 @@ class _WatchedWorld:
     # --- an alarm -----------------------------------------------------------------------------
 
     def _answer_late(self, store: StoreKeys, number: int) -> None:
-        """Answer the last alarm before this watch began, whose reporters may still be waiting."""
+        """Answer the last alarm before this watch began: its reporters may still be waiting.
+
+        If not, nobody reads this answer. This rank's own calls are reported at a later alarm.
+        """
         alarm = Alarm(store, number)
         if number >= 0 and not alarm.is_answered(self.world.rank):  # by an earlier watch
             self._write_record(alarm)

@@ -199,10 +199,11 @@ class Membership:
         began = time.monotonic()
         try:
             while not self._keys.have_all(keys):
+                self._keys.pause()
                 waited = time.monotonic() - began
                 if waited > seconds or self._keys.read(_FAILED):
                     raise self.failure(f"Rank {self._rank} waited {seconds:g} s for others")
-                self._keys.pause_after(waited)
+                self._keys.pause_between_looks(waited)
         except dist.DistError as error:
             raise self._lost(f"Rank {self._rank}", error) from None
 
@@ -262,7 +263,7 @@ class Membership:
         longest += _BEATS_TO_WAIT * self._beat_seconds
         began = time.monotonic()
         while not (done := is_done()) and (waited := time.monotonic() - began) < longest:
-            self._keys.pause_after(waited)
+            self._keys.pause_between_looks(waited)
         return done
 
     def _behind(self) -> tuple[str, list[int]]:
