@@ -15,7 +15,6 @@ import torch.distributed.tensor  # torch.load(weights_only=True) wants it for an
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from helpers.observation import OURS, STOCK, observe
-from helpers.sides import side
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh, save_mesh
 from meshverse.device_mesh.device_mesh import _own_attributes
@@ -309,7 +308,7 @@ def _all_own(base: Any, value: Any) -> Any:
 @pytest.mark.parametrize("value", [None, "own", lambda self, *_: "own", property(lambda _: 1 / 0)])
 @pytest.mark.parametrize("base", [STOCK.DeviceMesh, DeviceMesh])
 def test_all_names_that_only_our_class_has_can_be_the_subclass_s_own(base: Any, value: Any) -> None:
-    with side("ours"), fake_world(8, 5):  # `side` clears what DTensor remembers of earlier worlds
+    with fake_world(8, 5):
         mesh = _all_own(base, value)("cpu", torch.tensor(_RANKS), mesh_dim_names=_NAMES)
         assert mesh["tp"].size() == mesh["dp", "tp"]["tp"].size() == 4
         assert mesh._flatten("all").size() == mesh._unflatten(1, (2, 2), ("x", "y")).size() == 8

@@ -79,6 +79,25 @@ def test_a_mesh_of_an_earlier_world(family: Family) -> None:
         assert (stock == old) is (old == stock) is (family is STOCK)
 
 
+class _OfStock(StockDeviceMesh):
+    """A program's own class, with which torch's own method compares other meshes."""
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_subclass_of_stocks_gets_no_mesh_of_an_earlier_world(lazy: bool) -> None:
+    with side("ours"):  # clears DTensor's caches here, not between the worlds
+        with fake_world(4, 1):
+            old = OURS.init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, lazy=lazy)
+            _meshes_of_results(old)
+            before = hash(old)
+        with fake_world(4, 1):
+            mesh = _OfStock("cpu", torch.arange(4).view(2, 2), mesh_dim_names=_AXES)
+            assert all(result is mesh for result in _meshes_of_results(mesh)[:3])
+            assert mesh != old
+            assert old != mesh
+            assert hash(old) == before == hash(mesh)
+
+
 def test_a_mesh_loaded_without_a_world_equals_as_in_stock() -> None:
     with fake_world(4, 1):
         old = _mesh(OURS)

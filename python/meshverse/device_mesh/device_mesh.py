@@ -94,6 +94,7 @@ _NO_RANK = -1  # as in c10d
 # that takes microseconds, and torch will read the hash. The first hash over more ranks takes
 # longer, so it is computed only when it is read.
 _SMALL_UNIVERSE = 1024
+_OF_ENDED_WORLD = -1  # `_thread_id` of no thread
 
 _SLICES_A_FLATTENED_AXIS = (
     "Slicing a flattened dim from root mesh will be deprecated in PT 2.11. Users need to "
@@ -1507,6 +1508,15 @@ class DeviceMesh(StockDeviceMesh):
         for name in names:
             with contextlib.suppress(AttributeError):
                 delattr(self, name)
+
+    def _note_end(self) -> None:
+        """Be unequal to meshes of torch's classes from now on, with the same hash.
+
+        `__eq__` knows that the world has ended. But torch's own method compares a program's
+        subclass of torch's class with this mesh, and reads only attributes.
+        """
+        DeviceMesh.__hash__(self)  # now, as it includes what changes
+        self._thread_id = _OF_ENDED_WORLD
 
     def _renew_group_names(self) -> None:
         """Replace the list of group names by a plain list or a `GroupNames`, whichever fits now."""

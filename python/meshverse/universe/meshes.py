@@ -119,6 +119,16 @@ class UniverseMeshes:
             if list.__contains__(mesh._dim_group_names, name):
                 mesh._renew_group_names()
 
+    def note_end(self) -> None:
+        """Make the meshes unequal to meshes of torch's classes: their process groups have ended."""
+        for mesh in (*self, *self._others.alive()):
+            mesh._note_end()
+
+    def on_revive(self) -> None:
+        """Undo `note_end`."""
+        for mesh in (*self, *self._others.alive()):
+            mesh._thread_id = mesh._universe.thread_id
+
     def forget_coordinates(self) -> None:
         """Stop storing coordinates: each read computes one, and raises if the rank has changed."""
         self.stores_coordinates = False

@@ -50,11 +50,12 @@ class WorldUniverses(WorldState):
     def end(self) -> None:
         """Drop the universes of a world that has ended, and their meshes' stored coordinates.
 
-        In the next world, this process may have another rank.
+        In the next world, this process may have another rank, and equal meshes are other ones.
         """
         self.with_groups.clear()
         for universe in self.with_world_rank.alive():
             universe.meshes.forget_coordinates()
+            universe.meshes.note_end()
 
     def on_revive(self, current: World) -> None:
         """Undo `end`: keep universes that created groups, and let meshes store coordinates."""
@@ -65,6 +66,7 @@ class WorldUniverses(WorldState):
         ]
         for universe in self.with_world_rank.alive():
             universe.meshes.store_coordinates()
+            universe.meshes.on_revive()
 
     def _has(self, universe: Universe) -> bool:
         return universe.world is not None and universe.world.state(WorldUniverses) is self
