@@ -351,8 +351,8 @@ class _WatchedWorld:
         record, now = self._record(with_lines=True), time.monotonic()
         self.world.run.add_user(_STORE_USER)
         self._own_keys += [(now, key) for key in alarm.answer(record)]
-        history = self._record(with_lines=True, n_kept=_HISTORY)
         if record.pending():
+            history = self._record(with_lines=True, n_kept=_HISTORY)
             self._own_keys.append((now, alarm.write_history(history)))
         return record
 
