@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import meshverse
+from helpers.held import grown, held, held_after
 from helpers.ports import held_port
 from helpers.sleeping import sleep
 from helpers.worlds import group_names
@@ -220,41 +219,27 @@ def test_goes_on_after_all_groups_have_ended(crew, tmp_path) -> None:
 # --- closing -------------------------------------------------------------------------------------
 
 
-def _held() -> tuple[set[str], int, int]:
-    """Process groups, threads and descriptors of this process."""
-    gc.collect()
-    return group_names(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.long
 def test_closing_frees_what_was_made(fresh_crew) -> None:
     for before, during, after in fresh_crew.run(_close_twice, 4):
-        assert len(during[0]) > len(before[0])
-        assert during[1] > before[1]
-        assert during[2] > before[2]
-        assert after[0] == before[0]
-        assert after[1] <= before[1]
-        assert after[2] <= before[2]
+        assert grown(before, during).keys() == before.keys()
+        assert grown(before, after) == {}
+        assert after["groups"] == before["groups"]
 
 
-def _close_twice() -> list[tuple[set[str], int, int]]:
+def _close_twice() -> list[dict[str, int]]:
     _work_once()  # what torch sets up once and keeps
-    before = _held()
+    before = held()
     collective = _four_processes(sharding_world_size=1)
     collective.local.all_gather_objects(1)
     collective.tp_world.barrier()
-    during = _held()
+    during = held()
     dist.barrier()
     collective.close()
     collective.close()
     collective.local.close()
     dist.barrier()
-    deadline = time.monotonic() + 60
-    while any(now > then for now, then in zip(_held()[1:], before[1:], strict=True)):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.01)  # sleep: it looks again, as a joined thread is listed for a moment
-    return [before, during, _held()]
+    return [before, during, held_after(before)]
 
 
 def _work_once() -> None:

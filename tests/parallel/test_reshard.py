@@ -399,12 +399,12 @@ def _many_runs() -> tuple[int, int, int]:
     target = {"w": distribute_tensor(torch.zeros(64, 64), mesh, [Shard(1)], src_data_rank=None)}
     counts = []
     move = Reshard(source, target)
-    for run in range(200):
+    for run in range(201):
         if run % 2:
             move()
         else:
             move(async_op=True).wait()
-        if run in (100, 199):
+        if run in (100, 200):
             gc.collect()
             n_tensors = sum(isinstance(each, Tensor) for each in gc.get_objects())
             n_files = len(os.listdir("/proc/self/fd"))
@@ -416,6 +416,7 @@ def _many_runs() -> tuple[int, int, int]:
 
 @pytest.mark.long
 def test_many_runs_leave_nothing(crew: Crew) -> None:
-    for tensors, files, threads in crew.run(_many_runs, 2, timeout=300):
-        assert (tensors, files) == (0, 0)
-        assert threads <= 0
+    for more in crew.run(_many_runs, 2, timeout=300):
+        # 50 runs of each kind lie between the counts. What gloo's threads, or that of the last
+        # run, may still hold at a count are a few objects.
+        assert max(more) < 50, more

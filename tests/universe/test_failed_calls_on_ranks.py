@@ -5,8 +5,6 @@ It keeps a group that other members may have, for the next call.
 
 from __future__ import annotations
 
-import os
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,31 +13,19 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
-from helpers.worlds import group_names
+from helpers.held import grown, held, held_after
 from meshverse import init_device_mesh, isolate
 from meshverse.groups.registry import GroupRegistry
 from meshverse.world import World
 
 _SHORT = timedelta(seconds=0.2)  # short-timeout: it must elapse
 _AXES = ("dp", "tp")
-
-
 _COUNTED = ("groups", "groups in the registry")
 
 
 def _held() -> dict[str, int]:
     registry = World.current().state(GroupRegistry)
-    return {
-        "groups": len(group_names()),
-        "groups in the registry": len(list(registry)),
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-    }
-
-
-def _grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Return what there is more of; of what ended before, gloo may close sockets in between."""
-    return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
+    return {**held(), "groups in the registry": len(list(registry))}
 
 
 def _second_axis_fails() -> list[dict[str, int]]:
@@ -49,7 +35,7 @@ def _second_axis_fails() -> list[dict[str, int]]:
     dist.barrier()  # a group may be ended when all its members have made it
     mesh.universe.destroy()
     dist.barrier()
-    held = [_held()]
+    counts = [_held()]
     made = dist.distributed_c10d._new_process_group_helper
 
     def refuse(size: int, rank: int, ranks: list[int], *rest: Any, **named: Any) -> Any:
@@ -63,7 +49,7 @@ def _second_axis_fails() -> list[dict[str, int]]:
             with pytest.raises(RuntimeError, match="no more of these"):
                 init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, backend_override=ways)
         dist.barrier()
-        held.append(_held())
+        counts.append(_held())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_AXES, backend_override=ways)
     reached = [reached_by(mesh.get_group(axis)) for axis in _AXES]
     rank = dist.get_rank()
@@ -71,10 +57,8 @@ def _second_axis_fails() -> list[dict[str, int]]:
     assert reached[1] == ([1, 1, 0, 0] if rank < 2 else [0, 0, 1, 1])
     dist.barrier()
     mesh.universe.destroy()
-    deadline = time.monotonic() + 60
-    while _grown(held[0], after := _held()) and time.monotonic() < deadline:
-        time.sleep(0.05)  # sleep: it looks again, as gloo's threads end by themselves
-    return [*held, after]
+    held_after({name: counts[0][name] for name in ("groups", "threads", "descriptors")})
+    return [*counts, _held()]
 
 
 def test_a_call_that_fails_on_its_second_axis_keeps_the_first_for_the_next_call(
@@ -82,29 +66,29 @@ def test_a_call_that_fails_on_its_second_axis_keeps_the_first_for_the_next_call(
 ) -> None:
     for before, first, *later, at_the_end in crew.run(_second_axis_fails, 4):
         assert first["groups"] == before["groups"] + 1
-        for held in later:
-            assert [held[name] for name in _COUNTED] == [first[name] for name in _COUNTED]
+        for each in later:
+            assert [each[name] for name in _COUNTED] == [first[name] for name in _COUNTED]
         # gloo's sockets and threads come and go by themselves: each call would leave one or more.
-        grown = _grown(first, later[-1])
-        assert all(now - then < len(later) for then, now in grown.values()), grown
-        assert _grown(before, at_the_end) == {}
+        more = grown(first, later[-1])
+        assert all(now - then < len(later) for then, now in more.values()), more
+        assert grown(before, at_the_end) == {}
 
 
-def _groups_of_one_rank() -> list[tuple[int, int]]:
+def _groups_of_one_rank() -> list[dict[str, int]]:
     """Rank 0 alone makes a mesh again and again, two of whose axes share a group of one rank."""
-    held = []
+    counts: list[dict[str, int]] = []
     for _ in range(3):
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match="1 of 2 members joined"):
                 init_device_mesh("cpu", (1, 1, 2), isolate="x", timeout=_SHORT)
-        held.append((len(group_names()), len(os.listdir("/proc/self/fd"))))
-    return held
+        counts.append(held_after(counts[0]) if counts else held())
+    return counts
 
 
 def test_groups_of_one_rank_are_given_back_too(fresh_crew: Crew) -> None:
-    for held in fresh_crew.run(_groups_of_one_rank, 2):
-        assert held == [held[0]] * 3
-        assert held[0][0] == 1
+    for first, *later in fresh_crew.run(_groups_of_one_rank, 2):
+        assert first["groups"] == 1
+        assert [grown(first, each) for each in later] == [{}] * 2
 
 
 def _retried_after_two_that_failed() -> list[int]:
@@ -125,7 +109,7 @@ def _retried_after_two_that_failed() -> list[int]:
         for mesh in meshes:
             mesh.universe.destroy()
         dist.barrier()
-    return [len(group_names()), World.current().store.num_keys()]
+    return [held()["groups"], World.current().store.num_keys()]
 
 
 def test_what_failed_under_several_tags_can_be_made_after_all(crew: Crew) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import os
@@ -26,6 +25,7 @@ from helpers.all_reduce import reached_by
 from helpers.allocated import Allocated, allocated
 from helpers.crew import Crew
 from helpers.forked import SECONDS
+from helpers.held import grown, held, held_after
 from helpers.ports import held_port
 from helpers.turns import (
     say_when_compared,
@@ -33,21 +33,10 @@ from helpers.turns import (
     wait_until,
     wait_until_they_wait,
 )
-from helpers.worlds import group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.parallel import Reshard
 
 _AXES = ("dp", "tp")
-
-
-def _held() -> dict[str, int]:
-    """Threads, descriptors and process groups of this process."""
-    gc.collect()
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "groups": len(group_names()),
-    }
 
 
 def _mesh(**extra: Any) -> DeviceMesh:
@@ -66,17 +55,14 @@ def _destroy(way: str) -> dict[str, Any]:
     given = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("given",))
     assert sum(_use(others)) == 2
     assert sum(reached_by(own)) == 4  # all connections are there, now that they were used
-    before = _held()
+    before = held()
     mesh = _mesh(timeout=timedelta(seconds=30))  # so that no axis is on the default group
     _use(mesh)
-    during = _held()
+    during = held()
     getattr(mesh.universe, way)()
     getattr(mesh.universe, way)()  # again: nothing happens
     dist.barrier()
-    if way == "destroy":  # gloo's sockets and threads end by themselves
-        with contextlib.suppress(TimeoutError):
-            wait_until(lambda: all(count <= before[what] for what, count in _held().items()))
-    after = _held()
+    after = held_after(before) if way == "destroy" else held()
     assert sum(_use(others)) == 2
     given.universe.destroy()
     assert sum(reached_by(own)) == 4
@@ -107,11 +93,11 @@ def _many_cycles(cycles: int) -> dict[str, Any]:
 
     for _ in range(10):
         cycle()
-    before, first = _held(), allocated()
+    before, first = held(), allocated()
     for _ in range(cycles):
         cycle()
     dist.barrier()
-    return {"before": before, "after": _held(), "grown": _growth(first, cycles)}
+    return {"grown": grown(before, held_after(before)), "each": _growth(first, cycles)}
 
 
 def _growth(first: Allocated, cycles: int) -> tuple[float, float]:
@@ -126,8 +112,8 @@ def _growth(first: Allocated, cycles: int) -> tuple[float, float]:
 @pytest.mark.long
 def test_cycles_of_making_and_destroying_leave_nothing_behind(fresh_crew: Crew) -> None:
     for seen in fresh_crew.run(_many_cycles, 4, _CYCLES):
-        assert seen["after"] == seen["before"]
-        of_bytes, blocks = seen["grown"]  # the store's keys, and what c10d keeps of a name
+        assert seen["grown"] == {}
+        of_bytes, blocks = seen["each"]  # the store's keys, and what c10d keeps of a name
         assert of_bytes < 12_000
         assert blocks < 5
 
@@ -143,10 +129,10 @@ def _cycles_alone(backend: str, cycles: int) -> dict[str, Any]:
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     for _ in range(cycles // 5):
         cycle()
-    before, first = _held(), allocated()
+    before, first = held(), allocated()
     for _ in range(cycles):
         cycle()
-    return {"before": before, "after": _held(), "grown": _growth(first, cycles)}
+    return {"grown": grown(before, held_after(before)), "each": _growth(first, cycles)}
 
 
 @pytest.mark.long
@@ -161,11 +147,11 @@ def test_hundreds_of_cycles_leave_nothing_behind(
     fresh_crew: Crew, backend: str, cycles: int, kept: int
 ) -> None:
     [seen] = fresh_crew.run(_cycles_alone, 1, backend, cycles)
-    assert seen["after"] == seen["before"]
+    assert seen["grown"] == {}
     # A free-threaded Python frees some of its memory later.
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         kept *= 5
-    of_bytes, blocks = seen["grown"]
+    of_bytes, blocks = seen["each"]
     assert of_bytes < kept
     assert blocks < kept / 1_000
 
@@ -182,7 +168,7 @@ def _worlds_one_after_another(folder: str) -> list[dict[str, int]]:
         meshes.append(mesh)  # held, as a trainer may, beyond its world
         dist.barrier()
         dist.destroy_process_group()
-        seen.append(_held())
+        seen.append(held_after(seen[0]) if seen else held())
     for mesh in meshes:
         with pytest.raises(RuntimeError, match=r"is gone \(there is none now\)"):
             mesh.get_group("tp")
@@ -194,7 +180,7 @@ def _worlds_one_after_another(folder: str) -> list[dict[str, int]]:
 def test_meshes_of_ended_worlds_keep_nothing_alive(fresh_crew: Crew) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seen in fresh_crew.run(_worlds_one_after_another, 4, folder):
-            assert seen[0] == seen[1] == seen[2]
+            assert grown(seen[0], seen[1]) == grown(seen[0], seen[2]) == {}
 
 
 def _fork() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import re
 import threading
@@ -26,6 +25,7 @@ import meshverse
 from helpers import splitting
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.held import held
 from helpers.sleeping import sleep
 from helpers.tiers import in_tiers
 from helpers.training import make_model, tensor_parallel
@@ -66,35 +66,27 @@ _SHAPES = {
 }
 
 
-def _held() -> dict[str, int]:
-    return {
-        "groups": len(dist.distributed_c10d._world.pg_names),
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-    }
-
-
 def _no_rest(*_: object) -> None:
     pass
 
 
 def _trained(kind: str, shape: str, n_rests: int, folder: str) -> list[list[float]]:
     sizes, axes = _SHAPES[shape]
-    held: list[dict[str, int]] = []
+    counts: list[dict[str, int]] = []
 
     def rest(*holders: object) -> None:
         sleep(folder)
         assert meshverse.revive(*holders)
-        held.append(_held())
+        counts.append(held())
 
     undisturbed = _losses(
         init_device_mesh("cpu", sizes, mesh_dim_names=axes), kind, _no_rest, n_rests
     )
     slept = _losses(init_device_mesh("cpu", sizes, mesh_dim_names=axes), kind, rest, n_rests)
     # gloo's threads and sockets end by themselves, so the fewest of the second half count.
-    half = len(held) // 2
-    for name, at_first in held[0].items():
-        assert min(each[name] for each in held[half:]) <= at_first, (name, held)
+    half = len(counts) // 2
+    for name, at_first in counts[0].items():
+        assert min(each[name] for each in counts[half:]) <= at_first, (name, counts)
     return [undisturbed, slept]
 
 
@@ -617,7 +609,7 @@ def _with_deleted_meshes(folder: str) -> list[int]:
     revived = meshverse.revive()
     return [
         len(revived),
-        _held()["groups"],
+        held()["groups"],
         *([] if small is None else reached_by(small.get_group())),
     ]
 
