@@ -59,7 +59,7 @@ class _MainThread(Rendezvous):
 class _World(NamedTuple):
     """A world, as far as a rendezvous needs one."""
 
-    run_store: StoreKeys
+    run_keys: StoreKeys
     rank: int
     is_over: bool = False
 

@@ -333,8 +333,8 @@ class Connection:
         world = World.current()
         own = os.urandom(8).hex(), 0  # this key is unique, for a process without a world
         if world is not None:
-            run_store = world.run_store
-            key = "unknown" if run_store is None else run_store.put_first("connections", own[0])
+            run_keys = world.run_keys
+            key = "unknown" if run_keys is None else run_keys.put_first("connections", own[0])
             own = key, world.rank
         everyone: list[Any] = [None] * self.size
         host = socket.gethostname()

@@ -297,8 +297,8 @@ class World:
         return thread is threading.main_thread() or thread.ident == self.thread_id
 
     @property
-    def run_store(self) -> StoreKeys | None:
-        """The store, with the keys of this run; None if it allows no rendezvous."""
+    def run_keys(self) -> StoreKeys | None:
+        """This run's keys in the store; None if the store allows no rendezvous."""
         store = self.store
         return None if store is None else self.run.keys(store)
 

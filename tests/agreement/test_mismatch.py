@@ -181,11 +181,11 @@ def _learns_late() -> str:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     usual, times = ComparedCalls.check, itertools.count()
 
-    def check(self: ComparedCalls, run_store: StoreKeys) -> None:
+    def check(self: ComparedCalls, run_keys: StoreKeys) -> None:
         if rank == 1 and next(times) == 0:
             store.set("rank 1 looks", "")
             store.wait(["rank 3 has joined", "ranks 0 and 2 have raised"])
-        usual(self, run_store)
+        usual(self, run_keys)
 
     def join(self: StoreKeys, key: str, amount: int = 1) -> int:
         if rank == 3 and key.startswith("rendezvous/"):

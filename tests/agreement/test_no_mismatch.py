@@ -109,7 +109,7 @@ def test_a_call_that_failed_on_some_ranks_is_no_difference(crew: Crew) -> None:
 
 
 def _throw_away_meshes() -> int:
-    store = World.current().run_store
+    store = World.current().run_keys
     before = World.current().store.num_keys()
     for _ in range(3_000):
         init_device_mesh("cpu", (2,), mesh_dim_names=("world",))

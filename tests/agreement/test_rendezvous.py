@@ -25,7 +25,7 @@ _SHORT = timedelta(seconds=0.3)  # short-timeout: it must elapse
 class _World(NamedTuple):
     """A world, as far as a rendezvous needs one."""
 
-    run_store: StoreKeys
+    run_keys: StoreKeys
     rank: int
     is_over: bool = False
 
@@ -95,7 +95,7 @@ def test_who_joined_just_now_is_not_said_to_be_absent() -> None:
 
     other = threading.Thread(target=join)  # which writes no note that it waits
     other.start()
-    wait_until(lambda: _world(store, 0).run_store.count("rendezvous/x/0/joined", 0))
+    wait_until(lambda: _world(store, 0).run_keys.count("rendezvous/x/0/joined", 0))
     with pytest.raises(
         RuntimeError, match=r"2 of 3 members joined; missing: 1 of ranks \[1, 2\]\."
     ):
@@ -136,7 +136,7 @@ def test_keys_are_removed_from_the_store() -> None:
     second.join(30)
     assert store.num_keys() == 4  # of two attempts
     for rank, mine in own.items():
-        mine.remove_from_store(_world(store, rank).run_store, "x")
+        mine.remove_from_store(_world(store, rank).run_keys, "x")
     assert store.num_keys() == 0
 
 
@@ -148,7 +148,7 @@ def test_strings_are_removed_from_the_store_after_a_failure(ranks: list[int]) ->
             _join(store, "x", ranks, rank, _SHORT, mine, text="here")
         assert store.num_keys() == 2  # the count and the outcome
     for rank, mine in own.items():
-        mine.remove_from_store(_world(store, rank).run_store, "x")
+        mine.remove_from_store(_world(store, rank).run_keys, "x")
     assert store.num_keys() == 0
 
 
@@ -212,7 +212,7 @@ def _join_in(
     rank, store = dist.get_rank(), _store()
     dist.barrier()  # a rank that comes after the others got their error joins the next rendezvous
     time.sleep(delays.get(rank, 0))  # sleep: others look for a deadlock meanwhile; it may be longer
-    wait_until_they_wait(*(after or {}).get(rank, []), store=_world(store, rank).run_store)
+    wait_until_they_wait(*(after or {}).get(rank, []), store=_world(store, rank).run_keys)
     outcome = "all joined"
     ranks, limit = groups[rank], seconds[rank] if isinstance(seconds, dict) else seconds
     try:

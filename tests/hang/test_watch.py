@@ -342,10 +342,10 @@ def _watches_late() -> list[str]:
     lines, rank = _logged(), dist.get_rank()
     world = World.current()
     assert world is not None
-    assert world.run_store is not None
+    assert world.run_keys is not None
     store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=SECONDS)
     if rank == 1:
-        wait_until(Alarm(world.run_store, 0).is_raised)
+        wait_until(Alarm(world.run_keys, 0).is_raised)
     watch = meshverse.watch(1, on_stuck=lambda hang: store.set("reported", "x"))
     if rank == 1:
         store.wait(["reported"], timeout)
@@ -524,7 +524,7 @@ def test_a_look_asks_the_store_once(crew: Crew) -> None:
 def _texts_after_a_second_alarm() -> list[str]:
     world = World.current()
     assert world is not None
-    store = world.run_store
+    store = world.run_keys
     assert store is not None
     watched, is_over = _WatchedWorld(world, 60.0, None), threading.Event()
     is_over.set()  # it waits for nobody

@@ -1,4 +1,4 @@
-"""What this process holds, for tests that nothing is left behind."""
+"""Counts of what this process holds, for tests that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def wait_until_they_wait(*ranks: int, store: StoreKeys | None = None) -> None:
     if store is None:
         world = World.current()
         assert world is not None
-        store = world.run_store
+        store = world.run_keys
         assert store is not None
     for rank in ranks:
         wait_until(lambda rank=rank: store.read(note_key(rank)))

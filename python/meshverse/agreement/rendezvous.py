@@ -129,7 +129,7 @@ class Rendezvous(WorldState):
                 members that waited get the same message.
             Whatever `check` raises; the other members get a RuntimeError that quotes it.
         """
-        store = world.run_store
+        store = world.run_keys
         assert store is not None
         if len(ranks) == 1:
             return Joined(0, [] if text is None else [text])
@@ -166,7 +166,7 @@ class Rendezvous(WorldState):
             name: name of the rendezvous.
             leftover: c10d name of the group, which this rank uses.
         """
-        store = world.run_store
+        store = world.run_keys
         assert store is not None
         who = f"on rank {world.rank}, which got this group in a call that failed"
         outcome = f"{_LEFTOVER}{leftover} {who}"

@@ -236,7 +236,7 @@ def _store_for_rendezvous(
 ) -> StoreKeys | None:
     """Return the store in which the members have a rendezvous, or None; see `_rendezvous`."""
     waits = len(ranks) > 1 and world.creation(request.options.backend).blocks
-    return world.run_store if waits else None
+    return world.run_keys if waits else None
 
 
 def _rendezvous(

@@ -282,7 +282,7 @@ class _WatchedWorld:
         if self._reported:
             self._log_ended()
         try:
-            store = None if self._why_alone else self.world.run_store
+            store = None if self._why_alone else self.world.run_keys
             if store is None:
                 self._report_alone(stuck)
                 return

@@ -97,7 +97,7 @@ class UniverseCalls:
         world, position = self._world, self._position
         assert world is not None
         assert position is not None
-        store = world.run_store
+        store = world.run_keys
         assert store is not None
         ranks, first_rank, n_ranks = self.ranks, self._first_rank, self._rank_map.size
         if layout.size != n_ranks and not any(one.way.needs_all_ranks for one in requests):
@@ -189,7 +189,7 @@ class UniverseCalls:
         world = self._world
         if world is None or world.is_over or not self.is_compared:
             return
-        store = world.run_store
+        store = world.run_keys
         assert store is not None
         with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
             while self._keys_written:

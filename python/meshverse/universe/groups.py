@@ -647,7 +647,7 @@ class UniverseGroups:
             self._refs.remove(ref)
         if ref.state is not State.ENDED or ref.borrowed or abort or self._world.is_over:
             return
-        store, name = self._world.run_store, str(ref.name)
+        store, name = self._world.run_keys, str(ref.name)
         if store is not None:
             with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
                 self._world.state(Rendezvous).remove_from_store(store, name)

@@ -88,7 +88,7 @@ def _keys_left(world_size: int) -> list[str]:
     """The ranks whose lines are in the store after all have read the answer."""
     world = World.current()
     assert world is not None
-    store = world.run_store
+    store = world.run_keys
     assert store is not None
     Topology.detect(node="a")
     dist.barrier()

@@ -86,7 +86,7 @@ def _gather(
         RuntimeError: some ranks did not join in time, another rank could not find its location, or
             the default group has no store.
     """
-    if world.run_store is None:
+    if world.run_keys is None:
         raise RuntimeError(
             "Topology.detect() needs a store that all ranks can read, and the default process "
             "group has none. Use Topology.from_environment() or from_file()."
