@@ -157,6 +157,15 @@ def test_a_universe_is_kept_as_long_as_its_groups(end: str) -> None:
     assert universe() is None
 
 
+def test_an_ended_world_keeps_no_ranks_of_meshes_that_nobody_has() -> None:
+    with fake_world(8 * 1_009, 5):  # ranks that no mesh of other tests has
+        mesh = init_device_mesh("cpu", (8, 1_009))
+        ranks = weakref.ref(mesh.universe.rank_map)
+        del mesh
+    gc.collect()
+    assert ranks() is None
+
+
 def test_a_universe_whose_end_fails_at_first_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(group: object) -> None:
         raise RuntimeError("the backend is stuck")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, MutableMapping
+from weakref import WeakValueDictionary
 
 from meshverse._torch_compat.backends import creation_blocks
 from meshverse._torch_compat.c10d_groups import current_default_group
@@ -39,8 +40,8 @@ class GroupRegistry(WorldState):
     def __init__(self) -> None:
         self.n_destroyed = 0  # number of groups that the program has destroyed
         self._counter = itertools.count(1)  # atomic, as `note_destroyed` takes no lock
-        self._by_name: dict[str, Group] = {}
-        self._by_content: dict[tuple[Hashable, str, str] | None, Group] = {}
+        self._by_name: MutableMapping[str, Group] = {}
+        self._by_content: MutableMapping[tuple[Hashable, str, str] | None, Group] = {}
         self._times_named: Counter[str] = Counter()
         self._leftovers: dict[tuple[str, str], Group] = {}  # by ranks and options
         self.reference = weakref.ref(self)  # the one that all its groups keep
@@ -219,11 +220,16 @@ class GroupRegistry(WorldState):
     # --- the end of the world -------------------------------------------------------------------
 
     def end(self) -> None:
-        """Mark all groups as ended, but for destroyed ones, which must not be revived."""
+        """Mark all groups as ended, but for destroyed ones, which must not be revived.
+
+        From now on, they live as long as their references, which meshes keep.
+        """
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()
         self._leftovers.clear()
+        self._by_name = WeakValueDictionary(self._by_name)
+        self._by_content = WeakValueDictionary(self._by_content)
 
     def on_revive(self, current: World) -> None:
         """Drop groups without live references; number new ones after the others and `current`'s.
