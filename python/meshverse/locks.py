@@ -17,7 +17,7 @@ import weakref
 from typing import Generic, TypeVar
 
 state_lock = threading.RLock()
-state_changed = threading.Condition(state_lock)  # a group that was being made is so no more
+state_changed = threading.Condition(state_lock)  # a group has left `State.BEING_MADE`
 
 os.register_at_fork(
     before=state_lock.acquire,

@@ -128,6 +128,7 @@ USES_GROUPS_OF_MESH = {
 
 OF_UNIVERSE: dict[str, Question] = {
     "explain": lambda mesh: (str(mesh.universe.explain()), mesh.universe.explain().to_json()),
+    "explain_with": lambda mesh: str(mesh.universe.explain_with(None)),
     "draw": lambda mesh: attempt(lambda: str(mesh.universe.draw(node_size=4))),
     "flattened": lambda mesh: dict(mesh.universe.flattened),
     "set_saved_serial": lambda mesh: mesh.universe.set_saved_serial(mesh.universe.serial),
@@ -146,9 +147,9 @@ OF_UNIVERSE_INSIDE: dict[str, Question] = {
     "renew names": lambda mesh: [
         mesh.universe.meshes.renew_names(name) for name in mesh.group_names or ()
     ],
-    "check all names": lambda mesh: mesh.universe.meshes.check_all_names(),
-    "forget coordinates": lambda mesh: (
-        mesh.universe.meshes.forget_coordinates(),
+    "use checked group names": lambda mesh: mesh.universe.meshes.use_checked_group_names(),
+    "note world end": lambda mesh: (
+        mesh.universe.meshes.note_world_end(),
         mesh.get_coordinate(),
     ),
     "find": lambda mesh: mesh.universe.meshes.find(mesh._intern_key),

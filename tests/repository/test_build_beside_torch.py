@@ -26,7 +26,7 @@ def test_it_compiles_the_files_of_the_wheel() -> None:
     assert compiled == {path for path in listed if not path.startswith(("csrc/tests", "csrc/fuzz"))}
 
 
-@pytest.mark.long
+@pytest.mark.sweep  # it compiles everything, as CI has just done for the wheel
 @pytest.mark.skipif(via_store.compiler() is None, reason="there is no C++ compiler")
 def test_what_it_builds_can_be_imported(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(_TOOL), str(tmp_path)], check=True)

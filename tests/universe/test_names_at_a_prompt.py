@@ -10,8 +10,8 @@ from meshverse import Universe, init_device_mesh
 def test_a_prompt_shows_names_for_users(world) -> None:
     universe = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")).universe
     shown = {name for name in dir(universe) if not name.startswith("_")}
-    assert len(shown) == 18
-    assert {"destroy", "draw", "explain", "part", "suspend", "warm_up"} < shown
+    assert len(shown) == 19
+    assert {"destroy", "draw", "explain", "part", "suspend", "warm_up", "whole"} < shown
     for name in shown:
         assert hasattr(universe, name)
         assert f"{name}: " in Universe.__doc__ or getattr(Universe, name).__doc__

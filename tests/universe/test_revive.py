@@ -13,6 +13,8 @@ import meshverse
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups.registry import GroupRegistry
+from meshverse.universe.meshes import UniverseMeshes
+from meshverse.universe.registry import universes_here
 from meshverse.world import World
 
 
@@ -61,6 +63,23 @@ def test_a_world_without_meshes_in_between() -> None:
         assert World.current() is not None
     with fake_world(8, 5):
         assert meshverse.revive() == (mesh.universe,)
+
+
+def test_what_an_interrupted_call_left_is_not_revived(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with fake_world(8, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(UniverseMeshes, "add", interrupt)  # all groups are there
+            with pytest.raises(KeyboardInterrupt) as interrupted:
+                _mesh()
+        mesh = _mesh()
+        assert universes_here() == [mesh.universe]
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+        assert universes_here() == [mesh.universe]
+    del interrupted  # whose traceback has the other universe
 
 
 def test_what_was_destroyed_stays_so() -> None:

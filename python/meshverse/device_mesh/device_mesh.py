@@ -1357,7 +1357,7 @@ class DeviceMesh(StockDeviceMesh):
         program has destroyed, because a graph refers to its process groups by name. They are
         short, whereas torch's guard compares the tuple of all ranks at every call.
         """
-        n_destroyed = self._universe.groups.n_destroyed
+        n_destroyed = self._universe.groups.registry.n_destroyed
         return *self._fixed_guard, n_destroyed, n_destroyed > 0 and bool(self._destroyed_axes())
 
     @computed
@@ -1509,19 +1509,26 @@ class DeviceMesh(StockDeviceMesh):
             with contextlib.suppress(AttributeError):
                 delattr(self, name)
 
-    def _note_end(self) -> None:
-        """Be unequal to meshes of torch's classes from now on, with the same hash.
+    def _note_world_end(self) -> None:
+        """Forget the coordinate; be unequal to meshes of torch's classes, with the same hash.
 
         `__eq__` knows that the world has ended. But torch's own method compares a program's
         subclass of torch's class with this mesh, and reads only attributes.
         """
+        self._forget_coordinate()
         DeviceMesh.__hash__(self)  # now, as it includes what changes
         self._thread_id = _OF_ENDED_WORLD
 
+    def _on_revive(self) -> None:
+        """Undo `_note_world_end`."""
+        self._thread_id = self._universe.thread_id
+        if self._universe.meshes.stores_coordinates:
+            self._store_coordinate()
+
     def _renew_group_names(self) -> None:
         """Replace the list of group names by a plain list or a `GroupNames`, whichever fits now."""
-        names: list[str] = vars(self).get("_dim_group_names", NoGroupNames)
-        if type(names) in (list, GroupNames):
+        names = getattr(self, "_dim_group_names", None)  # None while this mesh is being made
+        if names is not None and type(names) in (list, GroupNames):
             self._take_group_names(list(names))
 
     def _under(self, tags: Sequence[str]) -> DeviceMesh:

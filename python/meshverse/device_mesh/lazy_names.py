@@ -24,8 +24,8 @@ class GroupNames(list[str]):
     Used for meshes with a group that is lazy or suspended or has ended; other meshes have a plain
     list. (If the default group can be reconfigured, all meshes have this one.) When a name is read
     by its index, the universe creates the group if it is lazy, or raises the error that says why it
-    cannot be used. While torch.compile traces, a lazy group is not created either, but an error is
-    raised. Iterating and slicing do neither.
+    cannot be used. While torch.compile traces, reading the name of a lazy group raises an error
+    instead of creating it. Iterating and slicing do neither.
 
     Attributes:
         universe: universe of the groups. The code that creates this list sets it.

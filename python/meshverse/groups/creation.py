@@ -76,14 +76,14 @@ def _split(request: GroupRequest, world: World, name: str | None) -> ProcessGrou
 
 def _make_by_all(request: GroupRequest, world: World) -> ProcessGroup | None:
     groups = RankGroups(request.axis, request.rank_map)
-    if request.preserve_rank_order and not NEW_GROUP_KEEPS_ORDER:
+    if request.options.preserve_rank_order and not NEW_GROUP_KEEPS_ORDER:
         return _make_by_all_in_order(request, groups, world)
     return create_c10d_groups(
         groups.all().tolist(),
         backend=request.options.backend,
         backend_options=request.options.new_backend_options(),
         timeout=request.options.timeout,
-        preserve_rank_order=request.preserve_rank_order,
+        preserve_rank_order=request.options.preserve_rank_order,
         description=group_desc([request.axis_name], request.my_ranks()),
     )
 
@@ -200,7 +200,7 @@ def create_by_members(
         backend_options=backend_options,
         timeout=options.timeout,
         name=group.name,
-        attempt=str(attempt or ""),  # the first attempt has the same keys without a rendezvous
+        attempt=str(attempt or ""),  # attempt 0: no prefix, as without a rendezvous
         description=group_desc(list(dict.fromkeys((request.axis_name, *requested))), ranks),
     )
     try:

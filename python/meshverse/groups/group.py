@@ -16,7 +16,7 @@ The last six columns are events. A cell gives the next state, "error" (the call 
 raises. If the creation fails, the group is planned again. The use of a destroyed or ended group
 raises, and a new mesh gets a new group. Only a group that ended with
 its world can be revived: when the world goes on, with a new default group. The `Group` of the
-default group, planned again, then becomes live by `take_over`.
+default group, planned again, then becomes live again.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Group:
         was_live: whether it has ever been live.
         have_all_joined: whether all members have joined a rendezvous to create it. Then c10d may
             have created it on some of them only.
-        refs: references not yet released. The group ends when the last one that owns it is
-            released (for a foreign group, the last one). c10d's group is destroyed then only if
-            Meshverse created it.
+        refs: references not yet released. The group ends with the last one that owns it, and c10d's
+            group with it. No universe owns a foreign group: it ends with its last reference, and
+            c10d's group stays.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Group:
         self._maker: int | None = None  # the thread that creates the group, if one does
         self._end = Claim()  # of the thread that ends c10d's group
         if handle is not None:
-            self._live(handle)
+            self.become_live(handle)
 
     # --- transitions ----------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Group:
         with state_lock:
             is_wanted = self.state is State.BEING_MADE
             if is_wanted and handle is not None:
-                self._live(handle)
+                self.become_live(handle)
             elif is_wanted:
                 self.state = State.PLANNED
             state_changed.notify_all()
@@ -171,7 +171,7 @@ class Group:
         try:
             c10d_suspension.suspend(handle)
         except BaseException:
-            self._live(handle)
+            self.become_live(handle)
             raise
         return True
 
@@ -189,7 +189,7 @@ class Group:
             return False
         handle = resolve_group(self.name)
         c10d_suspension.resume(handle)
-        self._live(handle)
+        self.become_live(handle)
         return True
 
     def note_destroyed(self) -> None:
@@ -230,10 +230,6 @@ class Group:
         if self.state is State.ENDED:
             self.state = State.PLANNED
 
-    def take_over(self, handle: ProcessGroup) -> None:
-        """Use the new default group in place of the one that ended with the world."""
-        self._live(handle)
-
     def reset_after_fork(self) -> None:
         """Drop the parent's group without destroying it, in a forked process."""
         self._end.give_back()  # a thread of the parent may have it
@@ -244,7 +240,8 @@ class Group:
             _of_parents.append(self.handle)
             self.note_ended()
 
-    def _live(self, handle: ProcessGroup) -> None:
+    def become_live(self, handle: ProcessGroup) -> None:
+        """Use c10d's group: one just created or resumed, or that of the next world."""
         was_live, self.was_live = self.was_live, True
         self.state, self.handle = State.LIVE, handle
         self._handles = [known for known in self._handles if known() not in (None, handle)]
@@ -375,8 +372,7 @@ class GroupRef:
     Attributes:
         request: first request for the group in this universe.
         process_groups: the universe's live groups by c10d name, kept up to date by `Group`.
-        owner: the universe's `UniverseGroups`, which is notified when the group becomes live or
-            is no longer live.
+        owner: the universe, whose meshes change when the group becomes live or is no longer live.
         group: the group; None if this rank is in no group of the axis.
         name: c10d name of the group; None if this rank is in no group of the axis.
         created: whether this universe created the group, at the request or at the first use.
@@ -392,10 +388,10 @@ class GroupRef:
     requests: dict[str, int] = field(default_factory=dict)
 
     def notify(self) -> None:
-        """Notify the universe that the group has become live, or is no longer live."""
+        """Have the universe's meshes notice that the group became live, or is no longer live."""
         owner = self.owner()
         if owner is not None and self.name is not None:
-            owner.note_change(self.name)
+            owner.meshes.renew_names(self.name)
 
     def count_request(self, axis_name: str) -> None:
         """Count a request for the group by an axis of this name."""

@@ -92,7 +92,7 @@ class GroupRegistry(WorldState):
                 group = Group(self._new_name(identity), request, self, content=content)
                 self._by_content[content] = self._by_name[group.name] = group
             group.is_lazy |= lazy and group.state is State.PLANNED and not group.was_live
-            self._add_ref(group, ref)
+            self.share(group, ref)
         return ranks
 
     def new_name(self, request: GroupRequest) -> str:
@@ -138,7 +138,7 @@ class GroupRegistry(WorldState):
                 name = handle.group_name
                 group = Group(name, ref.request, self, handle)
                 self._by_name[group.name] = group
-            self._add_ref(group, ref)
+            self.share(group, ref)
 
     def note_destroyed(self, name: str) -> None:
         """Mark the group of this c10d name as destroyed by somebody. May run in any thread."""
@@ -151,20 +151,17 @@ class GroupRegistry(WorldState):
             if group.is_foreign:
                 self._by_name.pop(name, None)
 
-    def share(self, group: Group, ref: GroupRef) -> None:
-        """Attach to a reference a group that belongs to another universe."""
-        with state_lock:
-            self._add_ref(group, ref)
-
     @staticmethod
-    def _add_ref(group: Group, ref: GroupRef) -> None:
-        ref.group, ref.name = group, group.name
-        group.refs.add(ref)
-        if group.state is State.LIVE:
-            ref.process_groups[group.name] = group.live_handle()
+    def share(group: Group, ref: GroupRef) -> None:
+        """Attach a group to a reference, also of another universe than the one that has it."""
+        with state_lock:
+            ref.group, ref.name = group, group.name
+            group.refs.add(ref)
+            if group.state is State.LIVE:
+                ref.process_groups[group.name] = group.live_handle()
 
     def release(self, ref: GroupRef, *, abort: bool = False, has_failed: bool = False) -> None:
-        """Detach a reference's group, which ends without one that owns it; see `Group.refs`.
+        """Detach a group from a reference; end it if none is left that owns it, see `Group.refs`.
 
         If the call that requested it has failed, a live group stays as a leftover; see the class.
 

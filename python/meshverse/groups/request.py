@@ -43,9 +43,7 @@ class Way(enum.Enum):
         return self in (Way.DEFAULT_GROUP, Way.USER_PROVIDED, Way.OTHER_UNIVERSE)
 
 
-def way_to_create(
-    axis: AxisLayout, options: GroupOptions, world: World, *, preserve_rank_order: bool
-) -> tuple[Way, str | None]:
+def way_to_create(axis: AxisLayout, options: GroupOptions, world: World) -> tuple[Way, str | None]:
     """Return how the groups of an axis are created, and, for BY_ALL, why all ranks must take part.
 
     The first of these cases that applies decides:
@@ -65,7 +63,7 @@ def way_to_create(
     ):
         return Way.DEFAULT_GROUP, None
     creation = world.creation(options.backend)
-    if creation.splits and not preserve_rank_order:
+    if creation.splits and not options.preserve_rank_order:
         return Way.SPLIT, None
     reason = creation.all_ranks_reason
     return (Way.BY_MEMBERS, None) if reason is None else (Way.BY_ALL, reason)
@@ -75,8 +73,8 @@ class GroupRequest(NamedTuple):
     """One axis's request for process groups.
 
     Attributes:
-        axis: layout of the axis over positions. Unless `preserve_rank_order`, positions in a group
-            ascend.
+        axis: layout of the axis over positions. Unless the options preserve the order of ranks,
+            positions in a group ascend.
         rank_map: position -> global rank.
         position: this rank's position, or None if this rank is outside the rank map.
         options: options of the groups.
@@ -84,8 +82,6 @@ class GroupRequest(NamedTuple):
             rank's groups do not contain it, so axes of other names can share them.
         way: how the universe gets these groups.
         all_ranks_reason: why all ranks create the groups together, if the way is BY_ALL; else None.
-        preserve_rank_order: whether group ranks follow the order of the axis, instead of
-            ascending ranks.
     """
 
     axis: AxisLayout
@@ -95,7 +91,6 @@ class GroupRequest(NamedTuple):
     axis_name: str
     way: Way
     all_ranks_reason: str | None = None
-    preserve_rank_order: bool = False
 
     def my_ranks(self) -> list[int]:
         """Return the global ranks of this rank's group, in group-rank order. O(group size).
@@ -108,18 +103,18 @@ class GroupRequest(NamedTuple):
 
     def ordered(self, ranks: list[int]) -> list[int]:
         """Return ranks of a group in group-rank order, given in axis order. May sort in place."""
-        if not self.preserve_rank_order:
+        if not self.options.preserve_rank_order:
             ranks.sort()
         return ranks
 
     def my_rank(self) -> int:
         """Return this rank's group rank. This rank must be in the rank map.
 
-        O(1) if the rank map ascends or `preserve_rank_order`, else O(group size).
+        O(1) if the rank map ascends or the order of ranks is preserved, else O(group size).
         """
         assert self.position is not None
         groups = RankGroups(self.axis, self.rank_map)
-        if self.preserve_rank_order or self.rank_map.is_sorted():
+        if self.options.preserve_rank_order or self.rank_map.is_sorted():
             return groups.coordinate(self.position)
         mine = self.rank_map.rank_at(self.position)
         return sum(rank < mine for rank in groups.ranks_of(self.position))
@@ -132,8 +127,9 @@ class GroupRequest(NamedTuple):
         their timeout, get the same digest. Timeouts are left out as each rank may set its own.
         """
         assert self.position is not None
-        salt, ascending = self.options.name_digest, not self.preserve_rank_order
-        return rank_group(self.axis, self.rank_map, self.position, salt, ascending)
+        options = self.options
+        ascending = not options.preserve_rank_order
+        return rank_group(self.axis, self.rank_map, self.position, options.name_digest, ascending)
 
 
 class RequestBuilder:
@@ -232,14 +228,13 @@ class RequestBuilder:
         """
         world = self._world
         assert world is not None
-        if preserve_rank_order and self.ascends(axis):
-            axis, preserve_rank_order = axis.sorted(), False
         if preserve_rank_order:
-            options = options.in_mesh_order()
-        way = way_to_create(axis, options, world, preserve_rank_order=preserve_rank_order)
-        return GroupRequest(
-            axis, self._rank_map, self._position, options, axis_name, *way, preserve_rank_order
-        )
+            if self.ascends(axis):
+                axis = axis.sorted()
+            else:
+                options = options.in_mesh_order()
+        way = way_to_create(axis, options, world)
+        return GroupRequest(axis, self._rank_map, self._position, options, axis_name, *way)
 
     def adopted(self, axis: AxisLayout, axis_name: str, group: ProcessGroup) -> GroupRequest:
         """Return the request that stands for a process group which the user created."""

@@ -30,8 +30,9 @@ class UniverseCalls:
         is_compared: whether calls are compared.
         number: number of the universe, from 0, among those over its ranks that created groups. None
             until its first call that creates groups for all its ranks has succeeded.
-        compared: keys of the calls that were compared; of one for axes with default options, also
-            its layout, the index of its first axis, and the names of the axes.
+        compared: each compared call: its layout, the index of its first axis, and the name and
+            digest of each axis; if all options are the defaults, also without the digests, which
+            `UniverseGroups.request_known` looks up before it has them.
         ranks: fingerprint of the set of ranks of the universe, whatever their order.
         compared_ranks: fingerprints of the sets of ranks that compared a call.
     """

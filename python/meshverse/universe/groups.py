@@ -60,6 +60,7 @@ class UniverseGroups:
     Attributes:
         calls: the calls that request these groups, compared between ranks.
         process_groups: this rank's live process groups by c10d name; torch.compile reads it.
+        registry: the groups of its world, of all universes; an empty one without a world.
         has_created: whether it has had groups of its own. Then the world holds a strong reference
             to the universe, as long as both live.
         ended: how the universe ended; None while it is live. The universe sets it.
@@ -84,7 +85,7 @@ class UniverseGroups:
             defaults, lazy = defaults.or_else(part_of._defaults), lazy or part_of._lazy
         self._defaults: Defaults = defaults
         self._lazy: bool = lazy
-        self._rank_map, self._position, self._own_world = rank_map, position, world
+        self._rank_map, self._own_world = rank_map, world
         self._universe = universe
         self.calls: UniverseCalls = UniverseCalls(
             rank_map,
@@ -95,7 +96,7 @@ class UniverseGroups:
             part_of=None if part_of is None else part_of.calls,
         )
         self._largest_rank = rank_map.sorted().rank_at(rank_map.size - 1)
-        self._registry = GroupRegistry() if world is None else world.state(GroupRegistry)
+        self.registry = GroupRegistry() if world is None else world.state(GroupRegistry)
         self.scope: Hashable = object()
         if part_of is not None:
             self.scope = part_of.scope
@@ -108,7 +109,6 @@ class UniverseGroups:
         self.has_created = False
         self.ended: Literal["destroyed", "aborted"] | None = None
         self.process_groups: dict[str, ProcessGroup] = {}
-        self._reference = weakref.ref(self)
 
     @property
     def _world(self) -> World:
@@ -152,12 +152,6 @@ class UniverseGroups:
             return ""
         return ""
 
-    def note_change(self, name: str) -> None:
-        """Update the meshes' lists of group names after a group became live, or ceased to be."""
-        universe = self._universe()
-        if universe is not None:
-            universe.meshes.renew_names(name)
-
     def reset_after_fork(self) -> None:
         """Forget, in a forked process, what threads of the parent were creating."""
         self._by_axis.reset_after_fork()
@@ -170,17 +164,6 @@ class UniverseGroups:
 
     def __len__(self) -> int:
         return len(self._refs)
-
-    def duplicates(self) -> set[str]:
-        """Return the names of this world's groups that are duplicates of one another.
-
-        They have the same ranks and options, but belong to universes that do not share groups.
-        """
-        return self._registry.duplicates()
-
-    def surplus(self) -> set[str]:
-        """Return those of `duplicates()` that an equal group existed before."""
-        return self._registry.duplicates(beyond_first=True)
 
     def along(self, axis: AxisLayout) -> list[GroupRef]:
         """Return the references to groups along an axis, whatever their options."""
@@ -262,15 +245,10 @@ class UniverseGroups:
         """Return whether the program destroyed this group while the universe was live."""
         if name in self.process_groups or self.ended is not None:
             return False
-        group = self._registry.find(name)
+        group = self.registry.find(name)
         if group is None:
             return find_group(name) is None
         return group.state is State.DESTROYED
-
-    @property
-    def n_destroyed(self) -> int:
-        """Number of groups of this world, of any universe, that the program has destroyed."""
-        return self._registry.n_destroyed
 
     def can_stand_for(self, name: str, others: Sequence[str], device_type: str) -> bool:
         """Return whether a group can be used, and has the backend that other groups have.
@@ -280,16 +258,16 @@ class UniverseGroups:
             others: c10d names of the other groups; unknown ones are ignored.
             device_type: type of the device of the tensors.
         """
-        group = self._registry.find(name)
+        group = self.registry.find(name)
         if group is None or group.state not in (State.PLANNED, State.BEING_MADE, State.LIVE):
             return False
-        known = [self._registry.find(other) for other in others]
+        known = [self.registry.find(other) for other in others]
         backends = {one.request.options.backend for one in (group, *known) if one is not None}
         return len({backend_for(device_type, backend) for backend in backends}) == 1
 
     def planned(self, name: str | None) -> Group | None:
         """Return the group of this c10d name if it is not created yet, else None."""
-        group = None if name is None else self._registry.find(name)
+        group = None if name is None else self.registry.find(name)
         is_planned = group is not None and group.state in (State.PLANNED, State.BEING_MADE)
         return group if is_planned else None
 
@@ -377,9 +355,8 @@ class UniverseGroups:
         first: int = 0,
         counts: bool = True,
     ) -> list[GroupRef]:
-        # `counts`: True if torch would create a group per request: `explain()` then counts each.
-        # For a slice under a tag (`request_tagged`), torch would create none: there, only a group's
-        # first request counts.
+        # `counts`: whether `explain()` counts every request. Not for a slice under a tag
+        # (`request_tagged`), for which torch creates no group: only a group's first request counts.
         makes_groups = any(request.way is not Way.DEFAULT_GROUP for request in requests)
         ranks = None
         if makes_groups and self.calls.is_compared:
@@ -425,14 +402,7 @@ class UniverseGroups:
         for index, (axis, axis_name) in enumerate(zip(axes, axis_names, strict=True)):
             like = self._like(axis, axis_name, group_names[index] if group_names else None)
             options = like.options.with_tag(tags[index])
-            requests.append(
-                self._builder.with_options(
-                    like.axis,
-                    axis_name,
-                    options,
-                    preserve_rank_order=like.preserve_rank_order,
-                )
-            )
+            requests.append(self._builder.with_options(like.axis, axis_name, options))
         return self._get_or_make(requests, "isolate", axes, counts=False)
 
     def _like(self, axis: AxisLayout, axis_name: str, group_name: str | None) -> GroupRequest:
@@ -465,12 +435,12 @@ class UniverseGroups:
     def _new_ref(self, request: GroupRequest, new: list[GroupRef]) -> GroupRef:
         """Create a reference, and its group unless it exists already or is lazy."""
         world, way = self._world, request.way
-        ref = GroupRef(request, self.process_groups, self._reference)
+        ref = GroupRef(request, self.process_groups, self._universe)
         leftover = None
         if way is not Way.DEFAULT_GROUP and request.position is not None and not self._lazy:
-            leftover = self._registry.find_leftover(request)
+            leftover = self.registry.find_leftover(request)
         if way is Way.DEFAULT_GROUP:
-            self._registry.add(world.default_group, ref)
+            self.registry.add(world.default_group, ref)
             world.axes_of_default_group[request.axis_name] = None
         elif leftover is not None:
             if way is Way.BY_MEMBERS:
@@ -480,7 +450,7 @@ class UniverseGroups:
             handle = create_by_all(request, world)
             ref.created = handle is not None
             if handle is not None:
-                self._registry.add(handle, ref)
+                self.registry.add(handle, ref)
         elif request.position is not None:
             self._create_by_members(ref)
         self._refs.append(ref)
@@ -492,28 +462,28 @@ class UniverseGroups:
     def _create_by_members(self, ref: GroupRef) -> None:
         """Attach the group of a reference, and create it unless it exists already or is lazy."""
         world = self._world
-        ranks = self._registry.attach(self.scope, ref, lazy=self._lazy)
+        ranks = self.registry.attach(self.scope, ref, lazy=self._lazy)
         if self._lazy:
             return
         assert ref.group is not None
         try:
             ref.created = ref.group.make(
-                lambda group: create_by_members(group, world, ranks, self._registry.is_live)
+                lambda group: create_by_members(group, world, ranks, self.registry.is_live)
             )
         except LeftoverError as found:
-            self._registry.release(ref, has_failed=True)
-            leftover = self._registry.find(found.name)
+            self.registry.release(ref, has_failed=True)
+            leftover = self.registry.find(found.name)
             assert leftover is not None
-            self._registry.add_leftover(leftover)
+            self.registry.add_leftover(leftover)
             self._refer_to_leftover(leftover, ref)
         except BaseException:
-            self._registry.release(ref, has_failed=True)
+            self.registry.release(ref, has_failed=True)
             raise
 
     def _refer_to_leftover(self, leftover: Group, ref: GroupRef) -> None:
         """Attach a group that became live in an earlier call, which failed here or elsewhere."""
         ref.created = not leftover.refs.alive()
-        self._registry.share(leftover, ref)
+        self.registry.share(leftover, ref)
 
     def give_up(self) -> None:
         """Leave all groups to later calls: the call that creates the universe has failed."""
@@ -522,9 +492,11 @@ class UniverseGroups:
         for ref in reversed(self._refs):
             self._by_axis.remove(ref.request.axis, ref.request.options.key, ref)
             with contextlib.suppress(RuntimeError):  # of c10d; the call's own error says more
-                self._registry.release(ref, has_failed=True)
+                self.registry.release(ref, has_failed=True)
         self._refs.clear()
-        self._own_world.state(WorldUniverses).drop(self)
+        universe = self._universe()
+        assert universe is not None
+        self._own_world.state(WorldUniverses).drop(universe)
         self.calls.give_up()
 
     def _roll_back(
@@ -537,7 +509,7 @@ class UniverseGroups:
             self._by_axis.remove(ref.request.axis, ref.request.options.key, ref)
             self._refs.remove(ref)
             with contextlib.suppress(RuntimeError):  # of c10d; `error` says more
-                self._registry.release(ref, has_failed=True)
+                self.registry.release(ref, has_failed=True)
         self.calls.note_failure(ranks, error)
 
     def before_use(self, name: str) -> None:
@@ -551,7 +523,7 @@ class UniverseGroups:
             return
         self.check_usable()
         ref = self.find(name)
-        group = self._registry.find(name) if ref is None else ref.group
+        group = self.registry.find(name) if ref is None else ref.group
         if group is None:
             if find_group(name) is not None:  # from torch or the program
                 return
@@ -589,9 +561,9 @@ class UniverseGroups:
         """
         self.check_usable()
         request = self._builder.adopted(axis, axis_name, group)
-        ref = GroupRef(request, self.process_groups, self._reference)
+        ref = GroupRef(request, self.process_groups, self._universe)
         ref.count_request(axis_name)
-        self._registry.add(group, ref)
+        self.registry.add(group, ref)
         self._refs.append(ref)
         if group is self._world.default_group:
             self._world.axes_of_default_group[axis_name] = None
@@ -610,8 +582,8 @@ class UniverseGroups:
         for theirs in other:
             if theirs.group is not None and theirs.name in names and theirs.name not in known:
                 request = theirs.request._replace(way=Way.OTHER_UNIVERSE, all_ranks_reason=None)
-                ref = GroupRef(request, self.process_groups, self._reference)
-                self._registry.share(theirs.group, ref)
+                ref = GroupRef(request, self.process_groups, self._universe)
+                self.registry.share(theirs.group, ref)
                 self._refs.append(ref)
 
     # --- end ------------------------------------------------------------------------------------
@@ -642,7 +614,7 @@ class UniverseGroups:
                 ending.callback(abort_all)
 
     def _release(self, ref: GroupRef, *, abort: bool = False) -> None:
-        self._registry.release(ref, abort=abort)
+        self.registry.release(ref, abort=abort)
         with contextlib.suppress(ValueError):  # another thread, which ends the universe too
             self._refs.remove(ref)
         if ref.state is not State.ENDED or ref.borrowed or abort or self._world.is_over:
@@ -683,7 +655,7 @@ class UniverseGroups:
 
     def _why_new(self, group: Group | None, ranks: Sequence[int]) -> str:
         """Return why no existing group was shared, for the log."""
-        for other in self._registry:
+        for other in self.registry:
             if other is group or other.is_foreign or other.request.my_ranks() != ranks:
                 continue
             axis, options = f"axis {other.request.axis_name!r}", other.request.options

@@ -105,8 +105,8 @@ class UniverseMeshes:
             mesh._move_to(target)
             del self._interned[key]
 
-    def check_all_names(self) -> None:
-        """Put all group names into lists that check each use, for good."""
+    def use_checked_group_names(self) -> None:
+        """Put all names of groups into lists that check each use, for good."""
         self.has_plain_names = False
         for mesh in (*self, *self._others.alive()):
             mesh._renew_group_names()
@@ -119,28 +119,20 @@ class UniverseMeshes:
             if list.__contains__(mesh._dim_group_names, name):
                 mesh._renew_group_names()
 
-    def note_end(self) -> None:
-        """Make the meshes unequal to meshes of torch's classes: their process groups have ended."""
-        for mesh in (*self, *self._others.alive()):
-            mesh._note_end()
+    def note_world_end(self) -> None:
+        """Stop storing coordinates, and make the meshes unequal to meshes of torch's classes.
 
-    def on_revive(self) -> None:
-        """Undo `note_end`."""
-        for mesh in (*self, *self._others.alive()):
-            mesh._thread_id = mesh._universe.thread_id
-
-    def forget_coordinates(self) -> None:
-        """Stop storing coordinates: each read computes one, and raises if the rank has changed."""
+        From now on, each read of a coordinate computes it, and raises if the rank has changed.
+        """
         self.stores_coordinates = False
         for mesh in (*self, *self._others.alive()):
-            mesh._forget_coordinate()
+            mesh._note_world_end()
 
-    def store_coordinates(self) -> None:
-        """Undo `forget_coordinates`: this process is the rank again that it was."""
+    def on_revive(self) -> None:
+        """Undo `note_world_end`: this process is the rank again that it was."""
         self.stores_coordinates = self._may_store_coordinates
-        if self.stores_coordinates:
-            for mesh in (*self, *self._others.alive()):
-                mesh._store_coordinate()
+        for mesh in (*self, *self._others.alive()):
+            mesh._on_revive()
 
     # --- roots ----------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from meshverse.locks import WeakRegistry, state_lock
 from meshverse.world import World, WorldState
 
 if TYPE_CHECKING:
-    from .groups import UniverseGroups
     from .universe import Universe
 
 
@@ -40,12 +39,12 @@ class WorldUniverses(WorldState):
                 universe.groups.has_created = True
                 self.with_groups.append(universe)
 
-    def drop(self, groups: UniverseGroups) -> None:
-        """Undo `add` for a universe that its caller never gets, as the call has failed."""
+    def drop(self, universe: Universe) -> None:
+        """Set `is_over`, for a universe that its caller never gets, as the call has failed."""
         with state_lock:
-            self.with_groups = [
-                universe for universe in self.with_groups if universe.groups is not groups
-            ]
+            universe.is_over = True
+            if universe in self.with_groups:
+                self.with_groups.remove(universe)
 
     def end(self) -> None:
         """Drop the universes of a world that has ended, and their meshes' stored coordinates.
@@ -54,8 +53,7 @@ class WorldUniverses(WorldState):
         """
         self.with_groups.clear()
         for universe in self.with_world_rank.alive():
-            universe.meshes.forget_coordinates()
-            universe.meshes.note_end()
+            universe.meshes.note_world_end()
 
     def on_revive(self, current: World) -> None:
         """Undo `end`: keep universes that created groups, and let meshes store coordinates."""
@@ -65,7 +63,6 @@ class WorldUniverses(WorldState):
             if universe.groups.has_created and not universe.is_over and self._has(universe)
         ]
         for universe in self.with_world_rank.alive():
-            universe.meshes.store_coordinates()
             universe.meshes.on_revive()
 
     def _has(self, universe: Universe) -> bool:

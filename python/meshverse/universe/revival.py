@@ -248,8 +248,7 @@ def _why_no_group(current: World, ref: GroupRef, group: Group) -> list[str]:
         if group.content is None:
             return [f"the {group.in_words()} is of another universe, and was created by all ranks"]
         return []
-    in_order = request.preserve_rank_order
-    way, _ = way_to_create(request.axis, request.options, current, preserve_rank_order=in_order)
+    way, _ = way_to_create(request.axis, request.options, current)
     if (way is Way.SPLIT) != (request.way is Way.SPLIT):
         return ["the new default group is of another backend, or is bound to a device differently"]
     return []
@@ -342,7 +341,7 @@ def _create_groups(plan: _Plan, world: World) -> None:
                 _split(ref, world)
         for group in plan.groups.values():
             if group.is_foreign:
-                group.take_over(world.default_group)
+                group.become_live(world.default_group)
             elif group.state is State.PLANNED and group.was_live:
                 group.make(partial(create_by_members, world=world))
     finally:

@@ -79,7 +79,7 @@ class Universe:
         topology: hardware that each rank of the world is on, or None.
         whole: universe that this one is a part of, or None.
         generation: how many universes of this world had ended when this one was created.
-        is_over: whether it was destroyed or aborted.
+        is_over: whether it was destroyed or aborted, or the call that created it failed.
         serial: number of this universe, from 0, among those over these ranks that created process
             groups in this world; the same on all of these ranks. Before a call over all ranks has
             created groups: the serial that was saved with a loaded universe, else a negative
@@ -180,7 +180,7 @@ class Universe:
         from meshverse.explain.calling_threads import CallingThreads
 
         threads = None if self.world is None else CallingThreads(self.world.since_ns)
-        return self._explain(communicator_bytes, threads)
+        return self.explain_with(threads, communicator_bytes)
 
     def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
         """Draw the process groups: ranks by node, coloured by group, this rank's groups outlined.
@@ -199,14 +199,15 @@ class Universe:
             KeyError: no groups were requested by this name.
             ValueError: there are no groups yet, or the node size is not positive.
         """
-        picture = self._explain(None).drawn(node_size)
+        picture = self.explain_with(None).drawn(node_size)
         return picture if axis is None else picture.of_axes(axis)
 
-    def _explain(
+    def explain_with(
         self,
-        communicator_bytes: Mapping[str, int] | None,
-        threads: CallingThreads | None = None,
+        threads: CallingThreads | None,
+        communicator_bytes: Mapping[str, int] | None = None,
     ) -> Explanation:
+        """Explain as `explain` does, with the threads that have used groups; None if not known."""
         from meshverse.explain.explanation import ReportSection, explain
 
         views = self._views()
@@ -221,8 +222,8 @@ class Universe:
             views,
             topology=self.topology,
             parts=parts,
-            duplicates=self.groups.duplicates(),
-            surplus=self.groups.surplus(),
+            duplicates=self.groups.registry.duplicates(),
+            surplus=self.groups.registry.duplicates(beyond_first=True),
             ended=self.groups.why_ended(),
             threads=threads,
         )
@@ -410,7 +411,7 @@ class Universe:
         if self.world is None or (self.is_over and self.groups.is_freed):
             return
         self.groups.ended = how
-        self.meshes.check_all_names()
+        self.meshes.use_checked_group_names()
         self.world.state(WorldUniverses).note_end(self)
         self.groups.free(abort=how == "aborted")
 
@@ -628,6 +629,7 @@ _FOR_USERS = (
         "suspend",
         "topology",
         "warm_up",
+        "whole",
     ),
 )
 

@@ -43,7 +43,7 @@ def choose_moe_mesh(
         size = requested_ep_size(device_mesh) if size is None else size
         if size == 1:
             return None
-        moe_mesh = create_moe_mesh(device_mesh._root(), ep_size=size)
+        moe_mesh = create_moe_mesh(device_mesh.universe.root or device_mesh, ep_size=size)
     _check_moe_mesh(moe_mesh, device_mesh)
     if size not in (None, moe_mesh[EP].size()):
         raise ValueError(

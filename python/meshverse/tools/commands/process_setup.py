@@ -115,7 +115,7 @@ class _Report(WorldState):
             return
         # The program may have ended its world, as it should: that is not worth a line here.
         threads = CallingThreads(self._since_ns)  # read once for all universes
-        explained = [universe._explain(None, threads) for universe in universes.with_groups]
+        explained = [universe.explain_with(threads) for universe in universes.with_groups]
         explanations = [replace(explanation, ended="") for explanation in explained]
         lines = [f"meshverse run: rank 0 of {self._size}. {summary_line(explanations)}"]
         if universes.n_ended:

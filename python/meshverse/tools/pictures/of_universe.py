@@ -65,7 +65,7 @@ def _pictured(request: GroupRequest, explained: GroupExplanation) -> PicturedGro
     return PicturedGroups(
         names=tuple(explained.requests) or (request.axis_name,),
         axis=request.axis,
-        preserve_rank_order=request.preserve_rank_order,
+        preserve_rank_order=request.options.preserve_rank_order,
         made=int(explained.created),
         stock_copies=explained.created + explained.avoided if is_mine else 0,
         bytes_each=explained.bytes_each,
