@@ -286,9 +286,9 @@ def _receives_from_two_late_ranks() -> list[str]:
         store.wait([f"reported {rank}"], timedelta(seconds=SECONDS))
         dist.send(tensor, dst=0)
         store.wait(["done"], timedelta(seconds=SECONDS))  # in no collective: that would be stuck
-    dist.barrier()
     assert watch is not None
     watch.stop()
+    dist.barrier()
     return [line for text in lines.texts for line in text.splitlines()]
 
 
@@ -467,27 +467,33 @@ def test_a_thread_is_found_in_its_collective(
         assert is_this_group
 
 
-def _many_short_calls(library: Path, how: str) -> int:
-    """Return how many hangs are reported of calls that take 0.05 s each."""
+def _many_short_calls(library: Path, how: str) -> tuple[int, int]:
+    """Call often, for 0.05 s each; return how many hangs were reported, and calls took long.
+
+    That is half the limit or more, as when the machine is busy.
+    """
     via_store.register(library)
     group = dist.new_group([0, 1], backend=via_store.NAME) if how == "all_reduce" else None
-    heard, rank, tensor = [], dist.get_rank(), torch.ones(4)
+    heard, rank, tensor, n_long = [], dist.get_rank(), torch.ones(4), 0
     with meshverse.watch(1, on_stuck=heard.append):
         for _ in range(60):
             if rank == 0:
                 time.sleep(0.05)  # sleep: the other one waits so long
+            begin = time.monotonic()
             if how == "all_reduce":
                 dist.all_reduce(tensor, group=group)
             elif rank == 0:
                 dist.send(tensor, 1)
             else:
                 dist.recv(tensor, 0)
-    return len(heard)
+            n_long += time.monotonic() - begin >= 0.5
+    return len(heard), n_long
 
 
 @pytest.mark.parametrize("how", [pytest.param("all_reduce", marks=pytest.mark.long), "send"])
 def test_many_short_calls_are_no_long_one(crew: Crew, via_store_library: Path, how: str) -> None:
-    assert crew.run(_many_short_calls, 2, via_store_library, how) == [0, 0]
+    heard, n_long = zip(*crew.run(_many_short_calls, 2, via_store_library, how), strict=True)
+    assert max(heard) <= sum(n_long)
 
 
 def _operations_of_looks(n_looks: int) -> Counter[str]:
