@@ -10,6 +10,7 @@ unless `meshverse.revive()` is called: then the first world goes on, with the ne
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -327,14 +328,23 @@ class World:
 
 
 def _end(world: World) -> None:
-    if world.has_universes:
+    if world.has_universes and not world.is_of_parent:
         _ended_last[world.thread_id] = world
     world.run.forget_users()
-    for state in list(world._states.values()):
+    # What these raise, Python reports, and goes on.
+    with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever one raises
+        if (caller := destroys_passed_default_group()) is not None:
+            ending.callback(world.note_passed, caller)
+        for state in reversed(list(world._states.values())):
+            ending.callback(_end_state, state)
+
+
+def _end_state(state: WorldState) -> None:
+    try:
         state.end()
-    caller = destroys_passed_default_group()
-    if caller is not None:
-        world.note_passed(caller)  # last: Python reports what it raises, and goes on
+    except BaseException:  # of a signal handler
+        state.end()  # from its begin, so that nothing is left half ended
+        raise
 
 
 def _reset_after_fork() -> None:

@@ -98,6 +98,18 @@ def test_a_subclass_of_stocks_gets_no_mesh_of_an_earlier_world(lazy: bool) -> No
             assert hash(old) == before == hash(mesh)
 
 
+def test_a_subclass_of_stocks_equals_no_slice_that_is_made_after_its_world() -> None:
+    with fake_world(4, 1):
+        old = OURS.init_device_mesh("cpu", (1, 4), mesh_dim_names=_AXES)
+    late = old["tp"]
+    with fake_world(4, 1):
+        mesh = _OfStock("cpu", torch.arange(4), mesh_dim_names=("tp",))
+        assert mesh != late
+        assert late != mesh
+        assert {mesh: 1}.get(late) is None
+        assert hash(mesh) == hash(late)
+
+
 def test_a_mesh_loaded_without_a_world_equals_as_in_stock() -> None:
     with fake_world(4, 1):
         old = _mesh(OURS)

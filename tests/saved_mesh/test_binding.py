@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import pickle
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import meshverse
 from helpers.worlds import fake_world
@@ -49,6 +52,31 @@ def test_a_decoupled_mesh_is_apart_until_it_is_bound() -> None:
         assert loaded.universe is mesh.universe
         assert loaded_tp.get_group() is mesh.get_group("tp")
         assert loaded.flatten("all") is mesh.flatten("all")
+
+
+@pytest.mark.parametrize("tag", [None, "mine"])
+def test_a_mesh_that_could_not_be_bound_can_be(
+    monkeypatch: pytest.MonkeyPatch, tag: str | None
+) -> None:
+    with fake_world(8, 3):
+        saved = pickle.dumps(_mesh())
+    loaded, calls = pickle.loads(saved), itertools.count()
+    made = c10d._new_process_group_helper
+
+    def fail_once(*given: object, **named: object) -> object:
+        if next(calls) == 1:
+            raise RuntimeError("no more of these")
+        return made(*given, **named)
+
+    with fake_world(8, 3), meshverse.isolate(tag) if tag else contextlib.nullcontext():
+        with monkeypatch.context() as patch:
+            patch.setattr(c10d, "_new_process_group_helper", fail_once)
+            with pytest.raises(RuntimeError, match="no more of these"):
+                loaded.bind()
+        assert not loaded.has_groups
+        assert loaded.bind() is loaded
+        assert [group.size() for group in loaded.get_all_groups()] == [2, 4]
+        assert loaded["tp"].get_group() is loaded.get_group("tp")
 
 
 @pytest.mark.usefixtures("decoupled")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from torch import nn
 import meshverse
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
+from meshverse.groups.group import Group
 from meshverse.groups.registry import GroupRegistry
 from meshverse.universe.meshes import UniverseMeshes
 from meshverse.universe.registry import universes_here
 from meshverse.world import World
+from worlds import start_fake_world
 
 
 def _mesh(**settings: Any) -> DeviceMesh:
@@ -80,6 +84,64 @@ def test_what_an_interrupted_call_left_is_not_revived(monkeypatch: pytest.Monkey
         assert meshverse.revive() == (mesh.universe,)
         assert universes_here() == [mesh.universe]
     del interrupted  # whose traceback has the other universe
+
+
+def test_a_fork_that_ends_its_parents_world_has_nothing_to_revive() -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+        child = os.fork()
+        if child == 0:
+            try:
+                dist.destroy_process_group()
+                start_fake_world(8, 5)
+                revived = meshverse.revive()
+                sizes = [group.size() for group in _mesh().get_all_groups()]
+                os._exit(0 if (revived, sizes) == ((), [2, 4]) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert mesh.get_group("tp").size() == 4
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("owner", "name"), [(GroupRegistry, "end"), (Group, "note_ended")])
+def test_a_world_whose_end_is_interrupted_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    usual, calls = getattr(owner, name), itertools.count()
+
+    def interrupted(self: object) -> None:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        usual(self)
+
+    with fake_world(8, 5):
+        mesh = _mesh()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            dist.destroy_process_group()
+        assert next(calls) > 1
+        with pytest.raises(RuntimeError, match="The default process group of 8 ranks"):
+            mesh.get_group("tp")
+    with fake_world(8, 4), pytest.raises(RuntimeError, match="this process was rank 5"):
+        meshverse.revive()
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+        assert [group.size() for group in mesh.get_all_groups()] == [2, 4]
+
+
+def test_a_mesh_destroyed_before_the_revival_knows_no_rank_of_a_later_world() -> None:
+    with fake_world(8, 5):
+        kept = _mesh()
+    with fake_world(8, 5):
+        destroyed = _mesh()
+        destroyed.universe.destroy()
+        meshverse.revive()
+        assert destroyed.get_coordinate() == kept.get_coordinate() == (1, 1)
+    with fake_world(8, 0):
+        for mesh in (kept, destroyed):
+            with pytest.raises(RuntimeError, match="The default process group of 8 ranks"):
+                mesh.get_coordinate()
 
 
 def test_what_was_destroyed_stays_so() -> None:

@@ -367,6 +367,8 @@ class DeviceMesh(StockDeviceMesh):
         self._identity = (universe.rank_map, universe.token, self._description)
         if universe.meshes.stores_coordinates:
             self._store_coordinate()
+        elif universe.meshes.world_has_ended:
+            self._note_world_end()
         else:
             _check_coordinates()
         # `UniverseMeshes.intern` changes it for a universe's first mesh, and for one with tags.
@@ -1558,7 +1560,11 @@ class DeviceMesh(StockDeviceMesh):
         return mesh
 
     def _move_to(self, universe: Universe) -> None:
-        """Enter a universe, for `Universe.bind`: use its groups, and create those it lacks."""
+        """Enter a universe, for `Universe.bind`: use its groups, and create those it lacks.
+
+        If it cannot, the mesh stays as it was.
+        """
+        left, description = self._universe, self._description
         block = current_tag()
         tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
         self._description = self._description.with_tags(tags)
@@ -1569,11 +1575,14 @@ class DeviceMesh(StockDeviceMesh):
                 delattr(self, computed_before)
         self._enter(universe)
         names = None
-        if self._may_have_groups:
-            description = self._description
-            names = self._group_names_for(
-                description.layout, description.labels, (), tags, call="bind"
-            )
+        try:
+            if self._may_have_groups:
+                labels = self._description.labels
+                names = self._group_names_for(description.layout, labels, (), tags, call="bind")
+        except BaseException:
+            self._description = description
+            self._enter(left)
+            raise
         self._take_group_names(names)
         universe.meshes.add(self)
 

@@ -40,6 +40,7 @@ class UniverseMeshes:
         root: first mesh of the universe, the root of all meshes under its isolation tags.
         stores_coordinates: whether meshes store this rank's coordinate. False if this process may
             get another rank.
+        world_has_ended: whether the world has ended that gave this process its rank.
         has_plain_names: whether a mesh's list of group names for torch is a plain `list` while all
             its groups are live. If not, it is a `GroupNames`, which checks each use of a group.
     """
@@ -48,6 +49,7 @@ class UniverseMeshes:
         self.root: DeviceMesh | None = None
         self.stores_coordinates, self.has_plain_names = stores_coordinates, has_plain_names
         self._may_store_coordinates = stores_coordinates
+        self.world_has_ended = False
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not interned
         # Axis name -> axis layout -> its index in the mesh. For root meshes created after the
@@ -124,13 +126,13 @@ class UniverseMeshes:
 
         From now on, each read of a coordinate computes it, and raises if the rank has changed.
         """
-        self.stores_coordinates = False
+        self.stores_coordinates, self.world_has_ended = False, True
         for mesh in (*self, *self._others.alive()):
             mesh._note_world_end()
 
     def on_revive(self) -> None:
         """Undo `note_world_end`: this process is the rank again that it was."""
-        self.stores_coordinates = self._may_store_coordinates
+        self.stores_coordinates, self.world_has_ended = self._may_store_coordinates, False
         for mesh in (*self, *self._others.alive()):
             mesh._on_revive()
 

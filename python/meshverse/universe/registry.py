@@ -64,6 +64,9 @@ class WorldUniverses(WorldState):
         ]
         for universe in self.with_world_rank.alive():
             universe.meshes.on_revive()
+        # The revived world takes the place of the current one, which thus ends here.
+        for universe in current.state(WorldUniverses).with_world_rank.alive():
+            universe.meshes.note_world_end()
 
     def _has(self, universe: Universe) -> bool:
         return universe.world is not None and universe.world.state(WorldUniverses) is self
