@@ -45,7 +45,7 @@ def _error_later(calls: int) -> list[str]:
     return [*said, _said(_mesh), _said(partial(_mesh, lazy=True))]
 
 
-@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_ranks_that_are_ahead_get_the_error_where_they_wait_and_ever_after(
     crew: Crew, calls: int
 ) -> None:

@@ -497,15 +497,17 @@ def _save_meta(model: Any, folder: str) -> object:
             "ValueError",
             r"lacks model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight of .* has extra",
         ),
-        (
+        pytest.param(
             partial(_load_changed, change=_as_int8),
             "ValueError",
             r"model\.norm\.weight is torch\.float32, but torch\.int8 in FOLDER/given",
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             partial(_load_changed, change=_reshaped),
             "ValueError",
             r"model\.norm\.weight is \(7,\) in FOLDER/given, but \(32,\)",
+            marks=pytest.mark.long,
         ),
         (_cut, "ValueError", r"FOLDER/given/model\.safetensors is damaged or cut off"),
         (
