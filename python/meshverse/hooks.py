@@ -1,8 +1,8 @@
 """Names of the core that extras use, beyond those of `meshverse` itself.
 
 Extras import the rest of the core from here and from the modules that every part may use
-(`_core`, `_torch_compat`, `explain`, `layouts`, `locks`, `store`, `wording`), and use the public
-attributes of these classes, so that a change of the core cannot break them unseen.
+(`_core`, `_torch_compat`, `explain`, `layouts`, `locks`, `store`, `wording`). Of the core's
+classes, they use public attributes only.
 
 - `on_world_started`: calls a function at the start of each world.
 - `World`, `WorldState`: the world, with its store, and an extra's own state in it.

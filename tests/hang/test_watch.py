@@ -468,9 +468,9 @@ def test_a_thread_is_found_in_its_collective(
 
 
 def _many_short_calls(library: Path, how: str) -> tuple[int, int]:
-    """Call often, for 0.05 s each; return how many hangs were reported, and calls took long.
+    """Call often, for 0.05 s each; return the numbers of hangs reported and of long calls.
 
-    That is half the limit or more, as when the machine is busy.
+    A long call took half the limit or more, as when the machine is busy.
     """
     via_store.register(library)
     group = dist.new_group([0, 1], backend=via_store.NAME) if how == "all_reduce" else None

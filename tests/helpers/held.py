@@ -6,16 +6,15 @@ import contextlib
 import gc
 import os
 
-import torch.distributed as dist
-
 from helpers.turns import wait_until
+from helpers.worlds import group_names
 
 
 def held() -> dict[str, int]:
     """Return the numbers of process groups, threads and descriptors, after a garbage collection."""
     gc.collect()
     return {
-        "groups": len(dist.distributed_c10d._world.pg_names),
+        "groups": len(group_names()),
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }

@@ -229,7 +229,7 @@ def test_closing_frees_what_was_made(fresh_crew) -> None:
 
 def _close_twice() -> list[dict[str, int]]:
     _work_once()  # what torch sets up once and keeps
-    before = held()
+    before, names = held(), group_names()
     collective = _four_processes(sharding_world_size=1)
     collective.local.all_gather_objects(1)
     collective.tp_world.barrier()
@@ -239,7 +239,9 @@ def _close_twice() -> list[dict[str, int]]:
     collective.close()
     collective.local.close()
     dist.barrier()
-    return [before, during, held_after(before)]
+    after = held_after(before)
+    assert group_names() == names
+    return [before, during, after]
 
 
 def _work_once() -> None:

@@ -443,6 +443,7 @@ def test_nothing_grows_with_saves_and_loads(crew: Crew, tmp_path: Path) -> None:
     for looks in crew.run(_save_and_load_often, 4, tmp_path):
         held, blocks = zip(*looks, strict=True)
         assert held[0]["files"] == 4 * 2 * 2  # ranks; kept steps; own files and copies
+        assert {each["files"] for each in held[2:]} == {held[2]["files"]}
         assert [grown(held[2], later) for later in held[3:]] == [{}] * len(held[3:])
         # Each number of an earlier step that were kept would take a block.
         assert blocks[-1] - blocks[-2] < _CHANGING * (_STEPS - 3)

@@ -87,7 +87,7 @@ def _groups_of_one_rank() -> list[dict[str, int]]:
 
 def test_groups_of_one_rank_are_given_back_too(fresh_crew: Crew) -> None:
     for first, *later in fresh_crew.run(_groups_of_one_rank, 2):
-        assert first["groups"] == 1
+        assert [each["groups"] for each in (first, *later)] == [1] * 3
         assert [grown(first, each) for each in later] == [{}] * 2
 
 

@@ -153,7 +153,7 @@ class GroupRegistry(WorldState):
 
     @staticmethod
     def share(group: Group, ref: GroupRef) -> None:
-        """Attach a group to a reference, also of another universe than the one that has it."""
+        """Attach a group to a reference, of whichever universe."""
         with state_lock:
             ref.group, ref.name = group, group.name
             group.refs.add(ref)
@@ -219,7 +219,7 @@ class GroupRegistry(WorldState):
     def end(self) -> None:
         """Mark all groups as ended, but for destroyed ones, which must not be revived.
 
-        From now on, they live as long as their references, which meshes keep.
+        From now on, they live as long as their references, which universes keep.
         """
         for group in self:
             if group.state is not State.DESTROYED:
