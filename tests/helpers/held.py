@@ -21,8 +21,12 @@ def held() -> dict[str, int]:
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Return what there is more of, with both numbers."""
-    return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
+    """Return what there is more of, with both numbers; of groups, also if there are fewer."""
+    return {
+        name: (count, after[name])
+        for name, count in before.items()
+        if after[name] > count or (name == "groups" and after[name] != count)
+    }
 
 
 def held_after(before: dict[str, int]) -> dict[str, int]:
