@@ -230,12 +230,14 @@ class World:
         state = "there is none" if current is None else "there is another one"
         if current is not None and is_shrunk_default(current):
             state = f"shrink_group() has left {current.size()} of them, whose ranks have changed,"
+        who = f"{self._who_ended_it()} " if self._was_passed else ""
+        # revive() goes on with the world that ended last.
+        is_last = self.ended_last() is self
+        revive = ", or call meshverse.revive() then, on all ranks" if is_last else ""
         return (
             f"The default process group of {self.size} ranks that this mesh was made with is "
-            f"gone ({state} now), and its process groups with it. "
-            + (f"{self._who_ended_it()} " if self._was_passed else "")
-            + "Make the mesh again after "
-            "init_process_group(), or call meshverse.revive() then, on all ranks."
+            f"gone ({state} now), and its process groups with it. {who}Make the mesh again after "
+            f"init_process_group(){revive}."
         )
 
     def _who_ended_it(self) -> str:

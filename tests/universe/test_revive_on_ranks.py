@@ -589,7 +589,8 @@ def _two_worlds(folder: str) -> bool:
     assert "still hold meshes of the universe of ranks 0 to 3, number 0" in message, message
     second = None
     assert meshverse.revive() == ()
-    with pytest.raises(RuntimeError, match="gone"):
+    # The cure of its error names revive() no more, which cannot help.
+    with pytest.raises(RuntimeError, match=r"gone .* again after init_process_group\(\)\.$"):
         first.get_group("dp")
     return True
 
