@@ -11,9 +11,11 @@ has a table of what else a thread can wait for, in which order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 state_lock = threading.RLock()
@@ -33,14 +35,23 @@ class Claim:
         self._holders: dict[str, object] = {}
 
     def take(self) -> bool:
-        """Return whether the caller has the claim now; False if somebody has it already."""
+        """Return whether the caller has the claim from now on; False if somebody has it already."""
         mine = object()
         # Atomic, with and without the interpreter's lock.
         return self._holders.setdefault("holder", mine) is mine
 
-    def give_back(self) -> None:
-        """Let somebody else have the claim."""
-        self._holders.clear()
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        """Take the claim for a block, to which this gives what `take` returns.
+
+        A signal handler that raises anywhere in it cannot leave the claim taken.
+        """
+        mine = object()
+        try:
+            yield self._holders.setdefault("holder", mine) is mine
+        finally:
+            if self._holders.get("holder") is mine:
+                self._holders.clear()
 
 
 _T = TypeVar("_T")

@@ -55,6 +55,9 @@ class State(enum.Enum):
     ENDED = enum.auto()
 
 
+_NOBODY = (0, object())  # as `Group._maker`
+
+
 class Group:
     """A process group in this process. The module's docstring has its states and events.
 
@@ -95,7 +98,7 @@ class Group:
         self.handle: ProcessGroup | None = None
         self.is_lazy = self.was_live = self.have_all_joined = False
         self._handles: list[weakref.ref[ProcessGroup]] = []  # of all its lives
-        self._maker: int | None = None  # the thread that creates the group, if one does
+        self._maker = _NOBODY  # id of the thread that creates the group, and its call of `make`
         self._end = Claim()  # of the thread that ends c10d's group
         if handle is not None:
             self.become_live(handle)
@@ -117,42 +120,51 @@ class Group:
             Whatever `create` raises.
         """
         me, handle = threading.get_ident(), None
-        with state_lock:
-            while self.state is State.BEING_MADE and self._maker != me:
-                state_changed.wait()
-            if self.state is State.LIVE:
-                return False
-            if self.state is not State.PLANNED:
-                raise RuntimeError(self._why_unusable())
-            self.state, self._maker = State.BEING_MADE, me
+        maker = (me, object())
         try:
-            handle = create(self)
-        finally:
+            with state_lock:
+                while self.state is State.BEING_MADE and self._maker[0] != me:
+                    state_changed.wait()
+                if self.state is State.LIVE:
+                    return False
+                if self.state is not State.PLANNED:
+                    raise RuntimeError(self._why_unusable())
+                self.state, self._maker = State.BEING_MADE, maker
             try:
-                self._settle(handle)
+                handle = create(self)
             finally:
-                if self.state is State.BEING_MADE:  # `_settle` was interrupted
-                    self._settle(None)
+                self._settle(handle, maker)
+        finally:
+            if self._maker is maker:  # interrupted before it was settled
+                self._settle(None, maker)
         self.check_wanted()
         return True
 
-    def _settle(self, handle: ProcessGroup | None) -> None:
-        """End the creation: the group is live if c10d has it, else planned again."""
+    def _settle(self, handle: ProcessGroup | None, maker: tuple[int, object]) -> None:
+        """End the creation: the group is live if c10d has it, else planned again.
+
+        If this is interrupted, `_maker` is still `maker`, and a second call does the rest.
+        """
         # If this rank was interrupted, c10d may have the group all the same, and the other members
         # too.
         if handle is None:
             handle = find_interrupted(self.name, self.request.my_ranks())
         with state_lock:
-            is_wanted = self.state is State.BEING_MADE
-            if is_wanted and handle is not None:
-                self.become_live(handle)
-            elif is_wanted:
-                self.state = State.PLANNED
-            state_changed.notify_all()
+            is_wanted = self.state in (State.BEING_MADE, State.LIVE)
+            try:
+                if is_wanted and handle is not None:
+                    self.become_live(handle)
+                    self._maker = _NOBODY
+                elif is_wanted:
+                    self.state, self._maker = State.PLANNED, _NOBODY
+            finally:
+                state_changed.notify_all()
         if not is_wanted:  # ended by another thread, a signal handler or the world
             end_group(self.name, abort=False)
             if (registry := self._registry()) is not None:
                 registry.free_name_of(self)
+            if self._maker is maker:
+                self._maker = _NOBODY
 
     def suspend(self) -> bool:
         """Suspend the group, which frees device memory; return False if it was suspended already.
@@ -207,18 +219,15 @@ class Group:
         Raises:
             Whatever c10d raises; then a second call tries again.
         """
-        with state_lock:
-            if self.is_foreign or self.state not in (State.LIVE, State.SUSPENDED):
+        with self._end.held() as is_mine:
+            with state_lock:
+                if self.is_foreign or self.state not in (State.LIVE, State.SUSPENDED):
+                    self.note_ended()
+                    return
+                self._drop_handle()
+            if is_mine:  # or else another thread ends it, or what a signal interrupted
+                end_group(self.name, abort=abort)
                 self.note_ended()
-                return
-            self._drop_handle()
-            if not self._end.take():  # another thread ends it, or what a signal interrupted
-                return
-        try:
-            end_group(self.name, abort=abort)
-            self.note_ended()
-        finally:
-            self._end.give_back()
 
     def note_ended(self) -> None:
         """Mark the group as ended and drop c10d's group, without destroying it."""
@@ -232,7 +241,7 @@ class Group:
 
     def reset_after_fork(self) -> None:
         """Drop the parent's group without destroying it, in a forked process."""
-        self._end.give_back()  # a thread of the parent may have it
+        self._end = Claim()  # a thread of the parent may have taken it
         if self.state is State.BEING_MADE:
             self.state = State.PLANNED
         elif self.state is not State.PLANNED:

@@ -436,6 +436,7 @@ class UniverseGroups:
         """Create a reference, and its group unless it exists already or is lazy."""
         world, way = self._world, request.way
         ref = GroupRef(request, self.process_groups, self._universe)
+        new.append(ref)  # first, so that it is released whatever interrupts this
         leftover = None
         if way is not Way.DEFAULT_GROUP and request.position is not None and not self._lazy:
             leftover = self.registry.find_leftover(request)
@@ -454,7 +455,6 @@ class UniverseGroups:
         elif request.position is not None:
             self._create_by_members(ref)
         self._refs.append(ref)
-        new.append(ref)
         if ref.created:
             self._log_creation(ref)
         return ref
@@ -476,9 +476,6 @@ class UniverseGroups:
             assert leftover is not None
             self.registry.add_leftover(leftover)
             self._refer_to_leftover(leftover, ref)
-        except BaseException:
-            self.registry.release(ref, has_failed=True)
-            raise
 
     def _refer_to_leftover(self, leftover: Group, ref: GroupRef) -> None:
         """Attach a group that became live in an earlier call, which failed here or elsewhere."""
@@ -507,7 +504,8 @@ class UniverseGroups:
             if sum(ref.requests.values()) > refs.count(ref):
                 continue  # another thread has requested it meanwhile
             self._by_axis.remove(ref.request.axis, ref.request.options.key, ref)
-            self._refs.remove(ref)
+            with contextlib.suppress(ValueError):  # not added yet
+                self._refs.remove(ref)
             with contextlib.suppress(RuntimeError):  # of c10d; `error` says more
                 self.registry.release(ref, has_failed=True)
         self.calls.note_failure(ranks, error)
