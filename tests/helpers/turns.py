@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from meshverse.agreement.deadlock import note_key
+from meshverse.agreement.rendezvous import Joined, Rendezvous
 from meshverse.store import StoreKeys
 from meshverse.world import World
 
@@ -43,6 +47,25 @@ def wait_until_they_wait(*ranks: int, store: StoreKeys | None = None) -> None:
         assert store is not None
     for rank in ranks:
         wait_until(lambda rank=rank: store.read(note_key(rank)))
+
+
+@contextlib.contextmanager
+def gives_up_after(seconds: float) -> Iterator[None]:
+    """Wait no longer than this in a rendezvous, on this rank and in this block.
+
+    So a wait that is in vain ends soon, while the groups that the other members, and later calls,
+    create and use keep a timeout that no slow machine exceeds.
+    """
+    usual = Rendezvous.join
+
+    def join(
+        self: Rendezvous, world: World, name: str, label: str, ranks: Any, _: Any, **named: Any
+    ) -> Joined:
+        return usual(self, world, name, label, ranks, timedelta(seconds=seconds), **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rendezvous, "join", join)
+        yield
 
 
 def say_when_compared(patch: pytest.MonkeyPatch) -> None:
