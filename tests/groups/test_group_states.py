@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from helpers.forks import status_of_fork
 from helpers.replaced import replace_everywhere
+from helpers.turns import wait_until
 from helpers.worlds import in_worlds
 from meshverse import init_device_mesh
 from meshverse._torch_compat.c10d_groups import find_group
@@ -251,3 +252,58 @@ def test_a_fork_may_end_a_group_that_a_thread_of_its_parent_is_making() -> None:
     maker.join(30)
     assert status == 0
     assert group.state is State.LIVE
+
+
+@in_a_world
+@pytest.mark.usefixtures("world", "suspending")
+def test_a_group_whose_suspension_was_interrupted_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, drop = _live(), Group._drop_handle
+    handle = group.live_handle()
+
+    def drop_and_interrupt(self: Group) -> None:
+        drop(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "_drop_handle", drop_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            group.suspend()
+    assert group.live_handle() is handle
+    assert group.suspend()
+    assert group.resume()
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_a_thread_whose_creation_failed_leaves_that_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, settle, go = _planned(), Group._settle, threading.Event()
+    made: list[bool] = []
+    settled: list[Group] = []
+
+    def fail(_: Group) -> Any:
+        thread.start()
+        raise RuntimeError("failed")
+
+    def slow(group: Group) -> Any:
+        assert go.wait(60)
+        return _create(group)
+
+    def settle_and_wait(self: Group, *given: Any) -> None:
+        settle(self, *given)
+        settled.append(self)
+        if len(settled) == 1:
+            wait_until(lambda: self.state is State.BEING_MADE)  # in the other thread
+
+    thread = threading.Thread(target=lambda: made.append(group.make(slow)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "_settle", settle_and_wait)
+        with pytest.raises(RuntimeError, match="failed"):
+            group.make(fail)
+    state = group.state
+    go.set()
+    thread.join(60)
+    assert state is State.BEING_MADE
+    assert made == [True]
+    assert group.live_handle() is find_group(group.name)

@@ -178,9 +178,9 @@ class Group:
         if self.state is State.SUSPENDED:
             return False
         handle = self.live_handle()
-        self.state = State.SUSPENDED  # before the backend acts, so that no thread begins to use it
-        self._drop_handle()
         try:
+            self.state = State.SUSPENDED  # before the backend acts, so no thread begins to use it
+            self._drop_handle()
             c10d_suspension.suspend(handle)
         except BaseException:
             self.become_live(handle)
