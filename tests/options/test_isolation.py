@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,20 @@ def test_a_block_ends_where_an_error_leaves_it(mesh) -> None:
     with pytest.raises(KeyError), isolate("mine"):
         mesh["no such axis"]
     assert mesh["tp"].get_group() is mesh.get_group("tp")
+
+
+def test_no_block_begins_if_a_signal_handler_raises_as_it_does(mesh) -> None:
+    def interrupt(_: Any, event: str, function: Any) -> None:
+        if event == "c_return" and function.__name__ == "set":  # of the context's tag
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        sys.setprofile(interrupt)
+        with isolate("a"):
+            pytest.fail("the block began")
+    sys.setprofile(None)
+    assert mesh["dp"].description.tags == ()
 
 
 # --- by axis -------------------------------------------------------------------------------------

@@ -52,11 +52,15 @@ def isolate(tag: str) -> Iterator[None]:
         >>> own.get_group() is mesh.get_group("dp"), own == mesh["dp"]  # doctest: +SKIP
         (False, False)
     """
-    token = _tag.set(join_tags(current_tag(), check_tag(tag)))
+    before, token = current_tag(), None
     try:
+        token = _tag.set(join_tags(before, check_tag(tag)))
         yield
     finally:
-        _tag.reset(token)
+        if token is None:  # a signal handler has raised, perhaps after the tag was set
+            _tag.set(before)
+        else:
+            _tag.reset(token)
 
 
 def check_tag(tag: str) -> str:
