@@ -24,7 +24,7 @@ from .locks import state_lock
 from .universe.groups import share_world_wide
 
 _installed = False  # whether install() is in force
-_open_blocks = 0  # number of open blocks of installed()
+_open_blocks: set[object] = set()  # of installed()
 
 
 def _new(cls: type[StockDeviceMesh], *args: Any, **kwargs: Any) -> StockDeviceMesh:
@@ -46,7 +46,7 @@ def _shall_be_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_installed() -> bool:
-    return _installed or _open_blocks > 0
+    return _installed or bool(_open_blocks)
 
 
 _TORCHS = {
@@ -134,13 +134,13 @@ def installed() -> Iterator[None]:
 
     Blocks may nest and overlap.
     """
-    global _open_blocks
-    with state_lock:
-        _open_blocks += 1
-        _update_hooks()
+    block = object()
     try:
+        with state_lock:
+            _open_blocks.add(block)
+            _update_hooks()
         yield
     finally:
         with state_lock:
-            _open_blocks -= 1
+            _open_blocks.discard(block)
             _update_hooks()

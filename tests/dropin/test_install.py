@@ -22,6 +22,7 @@ import meshverse
 from helpers.forked import SECONDS
 from helpers.observation import OURS, STOCK, observe
 from helpers.worlds import fake_world
+from meshverse import dropin
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8
 
@@ -113,6 +114,22 @@ def test_uninstall_inside_a_block_waits_for_its_end() -> None:
     with meshverse.installed():
         meshverse.uninstall()
         assert _is_installed()
+    assert not _is_installed()
+
+
+def test_a_block_that_a_signal_handler_interrupts_as_it_begins_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = dropin._update_hooks
+
+    def update_and_interrupt() -> None:
+        usual()
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dropin, "_update_hooks", update_and_interrupt)
+    with pytest.raises(KeyboardInterrupt), meshverse.installed():
+        pytest.fail("the block began")
     assert not _is_installed()
 
 

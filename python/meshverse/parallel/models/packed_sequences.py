@@ -18,7 +18,8 @@ _MASKS = "find_packed_sequence_indices"
 _MODULES = {_CHECK: "modeling_flash_attention_utils", _MASKS: "masking_utils"}
 
 _own: list[Any] = []  # transformers' own function, while it is replaced
-_masks: list[Any] = []  # transformers' own, then one None for each further open block
+_own_masks: list[Any] = []  # transformers' own function, while it is replaced
+_open_blocks: set[object] = set()  # in any thread: the last one restores it
 
 
 def _never_packed(position_ids: Any, batch_size: int) -> bool:
@@ -61,21 +62,19 @@ def without_masks_for_packed_sequences() -> Iterator[None]:
     if (module := _module_with(_MASKS)) is None:
         yield
         return
-    with state_lock:
-        if not _masks:
-            _masks.append(module.find_packed_sequence_indices)
-            module.find_packed_sequence_indices = _no_indices
-        else:  # another block is open, in this thread or another: the last one restores it
-            _masks.append(None)
+    block = object()
     try:
+        with state_lock:
+            _open_blocks.add(block)
+            if module.find_packed_sequence_indices is not _no_indices:
+                _own_masks.append(module.find_packed_sequence_indices)
+                module.find_packed_sequence_indices = _no_indices
         yield
     finally:
         with state_lock:
-            if len(_masks) == 1:
-                module.find_packed_sequence_indices = _masks[0]
-                _masks.clear()
-            else:
-                _masks.pop()
+            _open_blocks.discard(block)
+            if _own_masks and not _open_blocks:
+                module.find_packed_sequence_indices = _own_masks.pop()
 
 
 def _module_with(name: str) -> Any:

@@ -66,8 +66,8 @@ def replaced_attributes(module: nn.Module, values: Mapping[str, Any]) -> Iterato
     # An attribute of the instance hides the parameter, which is still registered.
     own = module.__dict__
     before = {name: own[name] for name in values if name in own}
-    own.update(values)
     try:
+        own.update(values)
         yield
     finally:
         for name in values:
