@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from meshverse.parallel.styles.local_styles import (
     PackedRowwiseParallel,
     ReplicatedWithGradAllreduce,
     SharedKeyGradAllreduce,
+    replaced_attributes,
 )
 from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
 from meshverse.parallel.tensor_parallel.hf_plan import (
@@ -340,3 +343,20 @@ def refusal(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusal_changes_nothing(crew: Crew, name: str) -> None:
     crew.run(refusal, 2, name)
+
+
+def test_replaced_attributes_are_back_if_a_signal_handler_raises_as_the_block_begins() -> None:
+    module = nn.Linear(2, 2)
+    weight = module.weight
+
+    def interrupt(_: Any, event: str, function: Any) -> None:
+        if event == "c_return" and function.__name__ == "update":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        sys.setprofile(interrupt)
+        with replaced_attributes(module, {"weight": torch.zeros(2, 2)}):
+            pytest.fail("the block began")
+    sys.setprofile(None)
+    assert module.weight is weight
