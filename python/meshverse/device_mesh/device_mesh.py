@@ -1564,26 +1564,26 @@ class DeviceMesh(StockDeviceMesh):
 
         If it cannot, the mesh stays as it was.
         """
-        left, description = self._universe, self._description
+        left, description, left_names = self._universe, self._description, self._dim_group_names
         block = current_tag()
-        tags = [tag_inside(block, tag) for tag in self._description.axis_tags]
-        self._description = self._description.with_tags(tags)
-        # These may have been computed for another rank, universe or tags.
-        self._forget_coordinate()
-        for computed_before in ("mesh", "_fixed_guard", "_key_digests", "_layout"):
-            with contextlib.suppress(AttributeError):
-                delattr(self, computed_before)
-        self._enter(universe)
-        names = None
+        tags = [tag_inside(block, tag) for tag in description.axis_tags]
         try:
+            self._description = description.with_tags(tags)
+            # These may have been computed for another rank, universe or tags.
+            self._forget_coordinate()
+            for computed_before in ("mesh", "_fixed_guard", "_key_digests", "_layout"):
+                with contextlib.suppress(AttributeError):
+                    delattr(self, computed_before)
+            self._enter(universe)
+            names = None
             if self._may_have_groups:
                 labels = self._description.labels
                 names = self._group_names_for(description.layout, labels, (), tags, call="bind")
+            self._take_group_names(names)
         except BaseException:
-            self._description = description
+            self._description, self._dim_group_names = description, left_names
             self._enter(left)
             raise
-        self._take_group_names(names)
         universe.meshes.add(self)
 
 
