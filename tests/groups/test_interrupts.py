@@ -19,19 +19,26 @@ from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.replaced import replace_everywhere
 from helpers.tiers import in_tiers
-from helpers.turns import say_when_compared, wait_for_comparison, wait_until_they_wait
+from helpers.turns import (
+    gives_up_after,
+    say_when_compared,
+    wait_for_comparison,
+    wait_until_they_wait,
+)
 from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._torch_compat.c10d_creation import create_c10d_group
 from meshverse._torch_compat.c10d_groups import end_group
 from meshverse.device_mesh import mesh_warnings
+from meshverse.groups import creation
+from meshverse.groups.group import Group
 from meshverse.universe.registry import universes_here
 from meshverse.world import World
 
 
-def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2), seconds: float = 6) -> DeviceMesh:
-    timeout = timedelta(seconds=seconds)  # of those whose member was interrupted: it elapses
+def _mesh(*, lazy: bool, shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
+    timeout = timedelta(seconds=60)
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"), lazy=lazy, timeout=timeout)
 
 
@@ -66,22 +73,49 @@ class _InterruptsWhenAllCame:
         return ask
 
 
+def _connects_in_vain(patch: pytest.MonkeyPatch) -> None:
+    """Have this rank wait for seconds only when it connects a group whose member has left."""
+    create, limit = create_c10d_group, timedelta(seconds=6)  # short-timeout: it must elapse
+
+    def create_soon(*arguments: Any, **named: Any) -> Any:
+        return create(*arguments, **{**named, "timeout": limit})
+
+    replace_everywhere(patch, create, create_soon)
+
+
+def _waits_in_vain(patch: pytest.MonkeyPatch, axis: str) -> None:
+    """Have this rank wait for seconds only for the other member of an axis, which does not come."""
+    join = creation._rendezvous
+
+    def join_soon(group: Group, *arguments: Any) -> Any:
+        if group.request.axis_name != axis:
+            return join(group, *arguments)
+        with gives_up_after(6):
+            return join(group, *arguments)
+
+    patch.setattr(creation, "_rendezvous", join_soon)
+
+
 def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
     """Rank 0 is interrupted after all members of its group joined; then all ranks try again."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     outcome = "no error"
-    mesh = _mesh(lazy=True) if lazy else None
+    mesh, rank = _mesh(lazy=True) if lazy else None, dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 0 and place == "creation":
+        if rank == 0 and place == "creation":
             replace_everywhere(patch, create_c10d_group, _interrupt)
-        elif dist.get_rank() == 0 and place == "connected":
+        elif rank == 0 and place == "connected":
             patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", _InterruptsWhenConnected)
-        elif dist.get_rank() == 0:
+        elif rank == 0:
             patch.setattr(World, "store", _InterruptsWhenAllCame(World.current().store))
+        elif rank == (1 if lazy else 2) and place != "connected":
+            _connects_in_vain(patch)
+        elif not lazy and (rank == 1 or (rank == 3 and place != "connected")):
+            _waits_in_vain(patch, "tp")
         try:
             if mesh is None:
                 _mesh(lazy=False)
-            elif dist.get_rank() < 2:
+            elif rank < 2:
                 mesh.get_group("tp")
         except (KeyboardInterrupt, RuntimeError) as error:
             outcome = type(error).__name__
@@ -107,7 +141,7 @@ def test_members_can_try_again_after_one_was_interrupted(
 
 def _fails_on_one(lazy: bool) -> list[str]:
     """Rank 2 alone cannot connect a group that rank 3 gets; then all try again."""
-    seen, mesh = [], _mesh(lazy=True, seconds=60) if lazy else None
+    seen, mesh = [], _mesh(lazy=True) if lazy else None
     create, rank, store = create_c10d_group, dist.get_rank(), World.current().store
 
     def create_together(*arguments: Any, **named: Any) -> Any:
@@ -126,7 +160,7 @@ def _fails_on_one(lazy: bool) -> list[str]:
             if is_first:
                 replace_everywhere(patch, create_c10d_group, create_together)
             try:
-                mesh = mesh if lazy and is_first else _mesh(lazy=lazy, seconds=60)
+                mesh = mesh if lazy and is_first else _mesh(lazy=lazy)
                 mesh.get_group("tp")
                 seen.append("no error")
             except RuntimeError as error:
@@ -317,6 +351,11 @@ def _interrupted_at(operation: int) -> list[str]:
             if is_first and dist.get_rank() == 0:
                 store = _InterruptsWhenAllCame(World.current().store, operation)
                 patch.setattr(World, "store", store)
+            elif is_first and dist.get_rank() == 2:  # the other member of rank 0's first group
+                _waits_in_vain(patch, "dp")
+                _connects_in_vain(patch)
+            elif is_first and dist.get_rank() != 0:
+                _waits_in_vain(patch, "tp")
             try:
                 _mesh(lazy=False)
                 seen.append("no error")
@@ -409,21 +448,21 @@ def _tries_again_alone(number: signal.Signals, place: str, others_too: bool) -> 
                 patch.setattr(mesh_warnings, "register_root", interrupted)
             try:
                 if mesh is None or others_too:
-                    mesh = _mesh(lazy=False, seconds=60)
+                    mesh = _mesh(lazy=False)
                     seen.append("no error")
             except (KeyboardInterrupt, _Stop) as error:
                 seen.append(type(error).__name__)
     signal.signal(number, usual)
     assert _reached(mesh) == _reached_by_rank(rank)
     for _ in range(2):  # each in a universe of its own
-        assert _reached(_mesh(lazy=False, seconds=60)) == _reached_by_rank(rank)
+        assert _reached(_mesh(lazy=False)) == _reached_by_rank(rank)
     dist.barrier()
     for universe in universes_here():
         universe.destroy()
     dist.barrier()
     assert len(live_groups()) == 1
     for _ in range(2):
-        assert _reached(_mesh(lazy=False, seconds=60)) == _reached_by_rank(rank)
+        assert _reached(_mesh(lazy=False)) == _reached_by_rank(rank)
     return seen
 
 
@@ -487,7 +526,7 @@ def _aborted_by_a_handler() -> tuple[str, int]:
 
 
 def test_a_handler_ends_a_group_that_its_rank_waits_for(crew: Crew) -> None:
-    (outcome, reached), other = crew.run(_aborted_by_a_handler, 2, timeout=120)
+    (outcome, reached), other = crew.run(_aborted_by_a_handler, 2)
     assert "could not create the process group of axis 'dp'" in outcome
     assert "was destroyed" in outcome
     assert (reached, other) == (2, ("no error", 2))

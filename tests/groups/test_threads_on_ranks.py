@@ -39,7 +39,7 @@ def _in_threads(*programs: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(200)
         assert not thread.is_alive()
     return [answers[number] for number in range(len(programs))]
 

@@ -12,7 +12,7 @@ __all__ = ["sleep"]
 _sleeps: Counter[str] = Counter()  # by folder, which is that of one test
 
 
-def sleep(folder: str, *, seconds: float = 30, is_broken: bool = False) -> None:
+def sleep(folder: str, *, seconds: float = 120, is_broken: bool = False) -> None:
     """End the default group and all others, and create it again, as a new job would.
 
     Args:

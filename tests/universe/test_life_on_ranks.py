@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
@@ -276,17 +275,29 @@ def test_meshes_and_moves_that_are_held_keep_no_store(crew: Crew, tmp_path: Path
 def _survive(rank: int, folder: str, when: str, answers: Any) -> None:
     timeout = timedelta(seconds=3)  # short-timeout: it must elapse
     store = _start_world(f"{folder}/first", rank, 3, timedelta(seconds=60))
+    store.set(f"process of {rank}", str(os.getpid()))
     store.set(f"{rank} has started", "")
     if rank == 2:
         store.wait(["0 has started", "1 has started"])  # they still connect to this rank
         if when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        threading.Thread(target=_die_while_it_waits, args=(store,)).start()
+        timeout = _A_MINUTE  # it is killed while it waits
+    elif when == "meanwhile" and rank == 0:
+        wait_until_they_wait(2)
+        os.kill(int(store.get("process of 2")), signal.SIGKILL)
+        store.set("2 is dead", "")
     elif when == "meanwhile":
-        store.wait(["2 dies"])
+        store.wait(["2 is dead"])
     message = "no error"
     try:
-        init_device_mesh("cpu", (3, 1), mesh_dim_names=_AXES, isolate="own", timeout=timeout)
+        init_device_mesh(
+            "cpu",
+            (3, 1),
+            mesh_dim_names=_AXES,
+            isolate="own",
+            timeout=timeout,
+            check_consistency=when == "before",  # else timeouts differ
+        )
     except RuntimeError as error:
         message = str(error)
     dist.destroy_process_group()
@@ -295,12 +306,6 @@ def _survive(rank: int, folder: str, when: str, answers: Any) -> None:
     answers.put((rank, message, reached_by(mesh.get_group("dp"))))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _die_while_it_waits(store: dist.Store) -> None:
-    wait_until_they_wait(2)
-    store.set("2 dies", "")
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start_world(file: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -321,7 +326,7 @@ def test_ranks_that_are_left_get_an_error_in_time_and_can_begin_anew(when: str) 
             process.start()
         seen = sorted(answers.get(timeout=SECONDS) for _ in range(2))
         for process in ranks:
-            process.join(30)
+            process.join(SECONDS)
     assert ranks[2].exitcode == -signal.SIGKILL
     for rank, (result, message, reached) in enumerate(seen):
         assert result == rank
@@ -375,7 +380,7 @@ def test_a_universe_ends_where_the_stores_host_is_gone(end: str) -> None:
         process.start()
     assert answers.get(timeout=SECONDS) == f"after {end}"
     for process in ranks:
-        process.join(30)
+        process.join(SECONDS)
     assert [process.exitcode for process in ranks] == [-signal.SIGKILL, 0]
 
 

@@ -65,9 +65,7 @@ def test_groups_reach_their_members_and_end_together(crew: Crew) -> None:
 
 
 def _differ(how: str) -> dict[str, Any]:
-    # Ranks of rank 2's other list are waited for until the timeout.
-    timeout = timedelta(seconds=8) if how == "ranks" else TIMEOUT  # short-timeout: it must elapse
-    job = init_device_mesh("cpu", (8,), mesh_dim_names=("job",), timeout=timeout)
+    job = init_device_mesh("cpu", (8,), mesh_dim_names=("job",), timeout=TIMEOUT)
     is_odd = dist.get_rank() == 2
     parts = {name: dict(part) for name, part in _PARTS.items()}
     arguments: dict[str, Any] = {"universe": job.universe}
@@ -75,6 +73,8 @@ def _differ(how: str) -> dict[str, Any]:
         parts["trainer"]["mesh_shape"] = (4, 1)
     if is_odd and how == "apart":
         arguments = {"timeout": TIMEOUT}
+    if how == "ranks":  # those of rank 2's other list are waited for until the timeout
+        parts["trainer"]["timeout"] = timedelta(seconds=8)  # short-timeout: it must elapse
     if is_odd and how == "ranks":
         parts["trainer"] |= {"ranks": [6, 2, 4, 7]}
     error = error_of(lambda: init_mesh_partition("cpu", parts, **arguments))

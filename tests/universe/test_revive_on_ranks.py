@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,9 +28,11 @@ from helpers.held import held
 from helpers.sleeping import sleep
 from helpers.tiers import in_tiers
 from helpers.training import make_model, tensor_parallel
+from helpers.turns import gives_up_after, wait_until_they_wait
 from helpers.versions import needs_one_split
 from meshverse import DeviceMesh, init_device_mesh, isolate
 from meshverse.parallel import Reshard, Snapshot
+from meshverse.universe import revival
 
 # --- training -------------------------------------------------------------------------------------
 
@@ -412,10 +413,16 @@ def test_what_is_refused_is_refused_on_all_ranks(crew: Crew, kind: str, tmp_path
 def _late(folder: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sleep(folder)
-    if dist.get_rank() == 2:
-        time.sleep(4)  # sleep: longer than the others wait
+    rank, store, limit = dist.get_rank(), dist.distributed_c10d._get_default_store(), None
+    if rank == 2:
+        store.wait(["rank 0 got an error"])
+    elif rank == 0:  # the one that gives up comes when the others wait
+        wait_until_they_wait(1, 3)
+        limit = timedelta(seconds=2)  # short-timeout: it must elapse
     with pytest.raises(RuntimeError, match=r"^revive\(\) has changed nothing: ") as caught:
-        meshverse.revive(timeout=timedelta(seconds=2))  # short-timeout: it must elapse
+        meshverse.revive(timeout=limit)
+    if rank == 0:
+        store.set("rank 0 got an error", "")
     assert mesh.universe in meshverse.revive()
     assert sum(reached_by(mesh.get_group("dp"))) == 2
     return str(caught.value)
@@ -430,20 +437,25 @@ def test_a_rank_that_does_not_call_it_is_named(crew: Crew, tmp_path: Path) -> No
 
 def _failed_in_between(folder: str) -> list[list[int]]:
     """A group cannot be created, as if a rank had died; the next world has them all."""
-    limit = timedelta(seconds=5)  # short-timeout: it must elapse where the other rank is lost
+    limit = timedelta(seconds=60)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit)
     holder = nn.Module()
     holder.dp, holder.tp = mesh.get_group("dp"), mesh.get_group("tp")
     sleep(folder)
-    made = dist.distributed_c10d._new_process_group_helper
+    made, create = dist.distributed_c10d._new_process_group_helper, revival._create_groups
 
     def refuse_second(size: int, rank: int, ranks: list[int], *rest: Any, **named: Any) -> Any:
         if ranks in ([0, 1], [2, 3]):
             raise RuntimeError("this rank is lost")
         return made(size, rank, ranks, *rest, **named)
 
+    def give_up_soon(*arguments: Any) -> None:  # not before: to agree, all ranks must come
+        with gives_up_after(5):
+            create(*arguments)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_new_process_group_helper", refuse_second)
+        patch.setattr(revival, "_create_groups", give_up_soon)
         with pytest.raises(RuntimeError, match=r"this rank is lost|of 2 members joined"):
             meshverse.revive(holder)
     sleep(folder, is_broken=True)
@@ -494,13 +506,12 @@ def test_ranks_without_meshes_take_part(crew: Crew, tmp_path: Path) -> None:
 
 def _some_have_derived(folder: str, fails: bool) -> bool:
     """Some ranks have made a call before that the others make later; then all make one more."""
-    # short-timeout: it must elapse if the call fails
-    rank, limit = dist.get_rank(), timedelta(seconds=8 if fails else 60)
+    rank, limit = dist.get_rank(), timedelta(seconds=60)
     mesh = init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=limit, lazy=not fails
     )
     if rank < 2 and fails:
-        with pytest.raises(RuntimeError, match="members joined"):
+        with gives_up_after(5), pytest.raises(RuntimeError, match="members joined"):
             mesh.flatten("all", isolate="own")
     elif rank < 2:
         mesh.flatten("all", isolate="own")
