@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import meshverse
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.interrupts import ALL_FILES, is_interrupted_at
 from helpers.replaced import replace_everywhere
 from helpers.tiers import in_tiers
 from helpers.turns import (
@@ -262,39 +261,7 @@ def test_wherever_it_was_interrupted_the_group_is_whole_at_the_next_try(lazy: bo
     assert line > 20
 
 
-class _InterruptsInFiles:
-    """Interrupt this thread at the n-th place in some files where Python runs signal handlers.
-
-    These are the entry of a function, and the return from a function of C.
-    """
-
-    def __init__(self, place: int, files: tuple[str, ...]) -> None:
-        self.left = place
-        package = os.path.dirname(meshverse.__file__)
-        self._files = tuple(os.path.join(package, file) for file in files)
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self._files):
-            self.left -= 1
-            if self.left == 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-
-def _is_interrupted(call: Callable[[], object], place: int, files: tuple[str, ...]) -> bool:
-    """Call a function that is interrupted at its n-th place; return whether it has so many."""
-    interrupt = _InterruptsInFiles(place, files)
-    with contextlib.suppress(KeyboardInterrupt):  # Python drops it in the callback of a reference
-        sys.setprofile(interrupt)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-    return interrupt.left <= 0
-
-
 _OF_ENDS = ("groups/group.py", "locks.py")
-_ALL_FILES = ("",)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -302,7 +269,7 @@ _ALL_FILES = ("",)
     "files",
     [
         pytest.param(_OF_ENDS, id="in a group"),
-        pytest.param(_ALL_FILES, id="anywhere", marks=pytest.mark.long),
+        pytest.param(ALL_FILES, id="anywhere", marks=pytest.mark.long),
     ],
 )
 def test_wherever_destroy_was_interrupted_a_second_call_ends_all_groups(
@@ -313,7 +280,7 @@ def test_wherever_destroy_was_interrupted_a_second_call_ends_all_groups(
         place += 1
         with fake_world(4, rank=3):
             universe = _mesh(lazy=False).universe
-            is_interrupted = _is_interrupted(universe.destroy, place, files)
+            is_interrupted = is_interrupted_at(place, universe.destroy, files)
             universe.destroy()
             assert len(live_groups()) == 1, place
     assert place > 20
@@ -332,7 +299,7 @@ def test_wherever_creation_was_interrupted_a_second_call_gets_all_groups(lazy: b
     while is_interrupted:
         place += 1
         with fake_world(4, rank=3):
-            is_interrupted = _is_interrupted(create, place, _ALL_FILES)
+            is_interrupted = is_interrupted_at(place, create)
             create()
             assert dist.get_process_group_ranks(meshes[-1].get_group("tp")) == [2, 3], place
             for mesh in meshes:

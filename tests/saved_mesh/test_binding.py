@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import meshverse
+from helpers.interrupts import is_interrupted_at
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
 
@@ -52,6 +53,25 @@ def test_a_decoupled_mesh_is_apart_until_it_is_bound() -> None:
         assert loaded.universe is mesh.universe
         assert loaded_tp.get_group() is mesh.get_group("tp")
         assert loaded.flatten("all") is mesh.flatten("all")
+
+
+@pytest.mark.usefixtures("decoupled")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wherever_binding_was_interrupted_a_second_call_binds() -> None:
+    place, is_interrupted = 0, True
+    while is_interrupted:
+        place += 1
+        with fake_world(8, 3):
+            mesh = _mesh()
+            loaded, loaded_tp = _copy_of(mesh, mesh["tp"])
+            is_interrupted = is_interrupted_at(place, loaded.bind)
+            for each in (loaded, loaded_tp):
+                if not each.has_groups:
+                    each.bind()
+            assert loaded == mesh, place
+            assert loaded_tp.get_group() is mesh.get_group("tp"), place
+            mesh.universe.destroy()
+    assert place > 100
 
 
 @pytest.mark.parametrize("tag", [None, "mine"])
