@@ -11,33 +11,29 @@ from typing import Any
 
 import meshverse
 
-ALL_FILES = ("",)
+_PACKAGE = os.path.dirname(meshverse.__file__) + os.sep
 
 
-class _InterruptsInFiles:
-    """Interrupt this thread at the n-th place in some files of the package.
+class _Interrupts:
+    """Interrupt this thread at the n-th place in the package.
 
     The places are the entry of a function, and the return from a function of C.
     """
 
-    def __init__(self, place: int, files: tuple[str, ...]) -> None:
+    def __init__(self, place: int) -> None:
         self.left = place
-        package = os.path.dirname(meshverse.__file__)
-        self._files = tuple(os.path.join(package, file) for file in files)
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self._files):
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_PACKAGE):
             self.left -= 1
             if self.left == 0:
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
 
-def is_interrupted_at(
-    place: int, call: Callable[[], object], files: tuple[str, ...] = ALL_FILES
-) -> bool:
+def is_interrupted_at(place: int, call: Callable[[], object]) -> bool:
     """Call a function, and interrupt it at its n-th place; return whether it has so many."""
-    interrupt = _InterruptsInFiles(place, files)
+    interrupt = _Interrupts(place)
     with contextlib.suppress(KeyboardInterrupt):  # Python drops it in the callback of a reference
         sys.setprofile(interrupt)
         try:
