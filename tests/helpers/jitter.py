@@ -157,7 +157,7 @@ def _pausing(place: str, call: Any, *, after: bool) -> Any:
     # In stacks, it is a part of torch: what looks for the line of the program passes over both.
     as_torchs = FunctionType(
         pausing.__code__.replace(co_filename=dist.__file__),
-        {"__name__": f"{dist.__name__}.pauses", "_pause": _pause},
+        globals() | {"__name__": f"{dist.__name__}.pauses"},
         closure=pausing.__closure__,
     )
     return functools.wraps(call)(as_torchs)
