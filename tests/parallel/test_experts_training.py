@@ -135,7 +135,7 @@ _SHORT = ("ep 2 x tp 2, adam",)
 def test_training_equals_one_process(crew: Crew, case: str) -> None:
     name, kind = _CASES[case]
     ranks, sizes = MESHES[name]
-    check(crew.run(compare, ranks, sizes, kind, 0.5, {}, timeout=120), kind)
+    check(crew.run(compare, ranks, sizes, kind, 0.5, {}), kind)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -150,7 +150,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.long
 def test_training_with_setting_equals_one_process(crew: Crew, name: str) -> None:
     sizes = {"ep_size": 2, "tp_size": 2}
-    check(crew.run(compare, 4, sizes, "sgd", 0.5, SETTINGS[name], timeout=120), "sgd")
+    check(crew.run(compare, 4, sizes, "sgd", 0.5, SETTINGS[name]), "sgd")
 
 
 def warned_of(sizes: dict[str, int]) -> list[str]:

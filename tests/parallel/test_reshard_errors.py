@@ -17,9 +17,7 @@ from helpers.crew import Crew
 from meshverse import Topology, init_device_mesh
 from meshverse.parallel import Reshard
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
-
-_SOON = timedelta(seconds=4)  # short-timeout: it must elapse
+pytestmark = pytest.mark.processes
 
 
 def _raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import meshverse
 from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
+from helpers.turns import wait_until_they_wait
 from meshverse import init_device_mesh
 from meshverse.parallel import Reshard, redistribute
 from meshverse.parallel.reshard import exchange as exchange_module
@@ -24,6 +25,7 @@ from meshverse.parallel.reshard import exchange as exchange_module
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(700)]
 
 _SOON = timedelta(seconds=4)  # short-timeout: it must elapse
+_LONG = timedelta(seconds=60)
 _AT_ONCE = timedelta(milliseconds=1)  # short-timeout: it must elapse
 _WORLDS = WORLD_TIMEOUT_SECONDS  # for which an operation of the world would wait
 
@@ -41,19 +43,23 @@ def _does_not_come() -> None:
     mesh = init_device_mesh("cpu", (3,))
     source = {"w": distribute_tensor(torch.ones(6), mesh, [Shard(0)], src_data_rank=None)}
     target = {"w": distribute_tensor(torch.zeros(6), mesh, [Replicate()], src_data_rank=None)}
+    dist.barrier()  # nobody waits for the mesh any more
+    if rank == 0:
+        wait_until_they_wait(1)
     if rank != 2:
         _raises(
             RuntimeError,
             r"ranks 0 to 2 could not create .*list them in ranks=.*missing: ranks \[2\]",
-            lambda: Reshard(source, target, timeout=_SOON),
+            lambda: Reshard(source, target, timeout=_LONG if rank else _SOON),
         )
     dist.barrier()
-    move = Reshard(source, target, timeout=_SOON)
+    move = Reshard(source, target, timeout=_LONG)
     move()
     dist.barrier()
     for tensor in target.values():
         tensor.to_local().zero_()
     if rank != 2:
+        dist.distributed_c10d._set_pg_timeout(_SOON, move._group.group)
         _raises(
             RuntimeError,
             "(?s)run 2 did not begin, because a rank .* did not call it.*unchanged.*Construct",
@@ -70,7 +76,7 @@ def _does_not_come() -> None:
 
 @pytest.mark.long
 def test_a_rank_that_does_not_come_is_named(crew: Crew) -> None:
-    crew.run(_does_not_come, 3, timeout=200)
+    crew.run(_does_not_come, 3)
 
 
 def _sides_absent() -> None:
@@ -87,7 +93,7 @@ def _nobody_redistributes() -> None:
 
 
 def test_sides_that_nobody_gives(crew: Crew) -> None:
-    crew.run(_sides_absent, 3, timeout=200)
+    crew.run(_sides_absent, 3)
 
 
 def _not_among_them() -> None:
@@ -115,7 +121,7 @@ def _different_ranks_given() -> None:
     sides = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
     _raises(RuntimeError, "could not create", lambda: Reshard(*sides, ranks=ranks, timeout=_SOON))
     dist.barrier()
-    with Reshard(*sides, timeout=_SOON) as move:
+    with Reshard(*sides) as move:
         move()
     assert torch.equal(*(side["w"] for side in sides))
 
@@ -257,7 +263,7 @@ def _interrupted() -> None:
     rank = dist.get_rank()
     source = {"w": torch.ones(4)} if rank == 0 else None
     target = {"w": torch.zeros(4)} if rank else None
-    move = Reshard(source, target, timeout=_SOON)
+    move = Reshard(source, target, timeout=_LONG)
     exchange = dist.batch_isend_irecv
 
     def interrupt(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -279,7 +285,7 @@ def _interrupted_while_it_waits() -> None:
     rank = dist.get_rank()
     source = {"w": torch.ones(4)} if rank == 0 else None
     target = {"w": torch.zeros(4)} if rank else None
-    move = Reshard(source, target, timeout=_SOON)
+    move = Reshard(source, target, timeout=_LONG)
     exchange = dist.batch_isend_irecv
 
     class Interrupted:
@@ -320,8 +326,7 @@ def _dies(rank: int, folder: str, dying: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     source = {"w": torch.full((1 << 16,), 3.0)} if rank == dying else None
     target = {"w": torch.zeros(1 << 16)} if rank != dying else None
-    timeout = timedelta(seconds=6)  # short-timeout: it may elapse, as a rank dies
-    move = Reshard(source, target, timeout=timeout, buffer_bytes=1 << 14)
+    move = Reshard(source, target, timeout=_LONG, buffer_bytes=1 << 14)
     move()
     for tensor in (target or {}).values():
         tensor.zero_()

@@ -86,7 +86,7 @@ def _late_once() -> None:
 
 @pytest.mark.long
 def test_redistribute_after_a_rank_was_late(crew: Crew) -> None:
-    crew.run(_late_once, 2, timeout=150)
+    crew.run(_late_once, 2)
 
 
 def _one_argument_is_wrong(odd: int) -> None:
@@ -109,4 +109,4 @@ def _one_argument_is_wrong(odd: int) -> None:
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_a_wrong_argument_of_one_rank_raises_on_all(crew: Crew, odd: int) -> None:
-    crew.run(_one_argument_is_wrong, 4, odd, timeout=150)
+    crew.run(_one_argument_is_wrong, 4, odd)
