@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,18 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh as StockMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import meshverse
-from helpers.crew import Crew, RankError
+from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew, RankError
 from helpers.forked import SECONDS
 from helpers.ports import held_port
 from helpers.tiers import in_tiers
 from helpers.turns import wait_until
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
+from meshverse.connection import _Rounds
 from meshverse.parallel import Piece, Reshard
 
 _TRAINERS, _ENGINES = 4, 2
 _ALL = _TRAINERS + _ENGINES
 _TIMEOUT = timedelta(seconds=30)
+_LONG = timedelta(seconds=60)
 _SHORT = timedelta(seconds=3)  # short-timeout: it must elapse
 
 
@@ -53,14 +56,26 @@ def _own_world(folder: str) -> Iterator[tuple[bool, int]]:
     side, size = ("trainer", _TRAINERS) if is_trainer else ("engine", _ENGINES)
     own = rank if is_trainer else rank - _TRAINERS
     store = dist.FileStore(str(Path(folder) / side), size)
-    dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=_TIMEOUT)
+    timeout = timedelta(seconds=WORLD_TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
     yield is_trainer, own + _ENGINES if is_trainer else own
     dist.barrier()
 
 
-def _connect(address: str, rank: int, **changed: Any) -> meshverse.Connection:
+def _connect(address: str | dist.Store, rank: int, **changed: Any) -> meshverse.Connection:
     given: dict[str, Any] = {"rank": rank, "size": _ALL, "timeout": _TIMEOUT, **changed}
     return meshverse.connect("weights", address, **given)
+
+
+def _wait_until_they_wait(n_ranks: int, address: str) -> dist.Store:
+    """Wait until so many processes, one of them rank 0, wait in the first round.
+
+    Gives the store, in which they do.
+    """
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), None, False, _LONG)
+    wait_until(lambda: store.add("meshverse connection weights/rounds/0 count", 0) == n_ranks)
+    return store
 
 
 # --- the group -----------------------------------------------------------------------------------
@@ -113,13 +128,15 @@ def _wait_in_vain(folder: str, address: str) -> tuple[str, bool]:
     with _own_world(folder) as (_, rank):
         error = ""
         failed = dist.FileStore(str(Path(folder) / "failed"), _ALL)
-        if rank != 1:  # which does not come
+        if rank == 2:  # gives up when all but rank 1 wait, and comes again
+            store = _wait_until_they_wait(4, address)
             with pytest.raises(RuntimeError) as raised:
-                _connect(address, rank, timeout=_SHORT)
+                _connect(store, rank, timeout=_SHORT)
             error = str(raised.value)
-            failed.add("count", 1)
-        wait_until(lambda: failed.add("count", 0) == _ALL - 1)
-        with _connect(address, rank) as connection:  # and then it does
+            failed.set("one", "")
+        if rank == 1:  # comes late
+            failed.wait(["one"])
+        with _connect(address, rank, timeout=_LONG) as connection:
             total = torch.ones(1)
             dist.all_reduce(total, group=connection.group)
             return error, total.item() == _ALL
@@ -130,12 +147,9 @@ def test_who_does_not_come_is_named_and_may_come_later(
 ) -> None:
     answers = crew.run(_wait_in_vain, _ALL, str(tmp_path), address)
     assert all(is_connected for _, is_connected in answers)
-    del answers[_TRAINERS + 1]
-    for error, _ in answers:
-        assert "waited 0:00:03 for rank" in error
-        assert "of 6. Start all processes with the same name" in error
-    # The first to give up names it; for the others, that one is missing then, too.
-    assert any("for rank 1 of 6" in error for error, _ in answers)
+    errors = [error for error, _ in answers if error]
+    assert len(errors) == 1
+    assert "waited 0:00:03 for rank 1 of 6. Start all processes with the same name" in errors[0]
 
 
 def _disagree(folder: str, address: str, how: str) -> str:
@@ -148,7 +162,9 @@ def _disagree(folder: str, address: str, how: str) -> str:
         elif how == "backend":
             odd = {"backend": "cpu:gloo"}
         given = {"rank": rank, **(odd if rank == 4 else {})}
-        return _said(lambda: _connect(address, timeout=_SHORT, **given).close())
+        if rank == 4 and how != "rank":  # all learn of the error at once
+            _wait_until_they_wait(5, address)
+        return _said(lambda: _connect(address, **given).close())
 
 
 @pytest.mark.parametrize("how", in_tiers(["size", "rank", "backend"], ["size"]))
@@ -166,14 +182,16 @@ def test_processes_that_disagree_get_an_error(
 
 def _lose(folder: str, address: str) -> None:
     with _own_world(folder) as (is_trainer, rank):
-        # short-timeout: it may elapse, as a rank is killed
-        connection = _connect(address, rank, timeout=timedelta(seconds=8))
+        connection = _connect(address, rank, timeout=_LONG)
+        moved = dist.FileStore(str(Path(folder) / "moved"), _ALL)
         w = torch.arange(8.0)
         with Reshard(
             *((({"w": w}, None)) if is_trainer else (None, {"w": w})), group=connection
         ) as move:
             move()
+            moved.add("count", 1)
             if rank == 1:  # of the engine
+                wait_until(lambda: moved.add("count", 0) == _ALL)
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 while True:
@@ -184,7 +202,7 @@ def _lose(folder: str, address: str) -> None:
 
 def test_a_side_that_dies_is_an_error_on_both(crew: Crew, tmp_path: Path, address: str) -> None:
     with pytest.raises(RankError) as raised:
-        crew.run(_lose, _ALL, str(tmp_path), address)
+        crew.run(_lose, _ALL, str(tmp_path), address, grace=60)
     assert str(raised.value).count("died with exit code 7") == _ALL - 1
 
 
@@ -305,8 +323,17 @@ def test_closing_an_old_connection_again_leaves_the_name_to_the_new_one() -> Non
         assert second.is_open
 
 
-def test_of_two_threads_that_connect_one_name_one_is_refused() -> None:
-    store = dist.HashStore()
+def test_of_two_threads_that_connect_one_name_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, is_refused = dist.HashStore(), threading.Event()
+    wait = _Rounds._wait
+
+    def wait_later(self: _Rounds, number: int, deadline: float) -> bool:
+        assert is_refused.wait(60)
+        return wait(self, number, deadline)
+
+    monkeypatch.setattr(_Rounds, "_wait", wait_later)
 
     def connect(timeout: timedelta) -> None:
         meshverse.connect("two threads", store, rank=0, size=2, timeout=timeout)
@@ -316,6 +343,7 @@ def test_of_two_threads_that_connect_one_name_one_is_refused() -> None:
         store.wait(["meshverse connection two threads/rounds/0 0"], timedelta(seconds=60))
         with pytest.raises(ValueError, match=r"Another thread .* is connecting 'two threads'"):
             connect(timedelta(seconds=60))
+        is_refused.set()
         with pytest.raises(RuntimeError, match="waited 0:00:03 for rank 1 of 2"):
             first.result()
     with pytest.raises(RuntimeError, match="for rank 1 of 2"):  # the name is free again

@@ -26,7 +26,7 @@ from helpers.forked import CONTEXT, SECONDS
 
 WORLD_TIMEOUT_SECONDS = 120  # of the default group's operations; longer than a busy machine takes
 _START_SECONDS = 180
-_LEAVE_SECONDS = 10
+_LEAVE_SECONDS = 60
 _GRACE_SECONDS = 3  # for other ranks to tell what went wrong, once one has
 
 Program = Callable[..., Any]
@@ -70,7 +70,12 @@ class Crew:
         self._pipes: list[Connection] = []
 
     def run(
-        self, program: Program, world_size: int, *arguments: Any, timeout: float = SECONDS
+        self,
+        program: Program,
+        world_size: int,
+        *arguments: Any,
+        timeout: float = SECONDS,
+        grace: float = _GRACE_SECONDS,
     ) -> list[Any]:
         """Run a program on every rank of a fresh gloo world.
 
@@ -79,6 +84,7 @@ class Crew:
             world_size: number of ranks, one process each.
             arguments: picklable.
             timeout: seconds in which all ranks must have finished.
+            grace: seconds for the others to finish, once a rank has failed.
 
         Returns:
             What the program returned, by rank.
@@ -91,7 +97,7 @@ class Crew:
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 pipe.send((program, arguments, rank, world_size, folder, timeout, name))
-            answers = self._collect(world_size, timeout, folder)
+            answers = self._collect(world_size, timeout, grace, folder)
             failures = {rank: failure for rank, (failure, _) in answers.items() if failure}
             if failures or len(answers) < world_size:
                 self._kill()
@@ -106,7 +112,9 @@ class Crew:
         """The processes, by rank."""
         return [process.pid for process in self._processes]
 
-    def _collect(self, world_size: int, timeout: float, folder: str) -> dict[int, _Answer]:
+    def _collect(
+        self, world_size: int, timeout: float, grace: float, folder: str
+    ) -> dict[int, _Answer]:
         deadline = monotonic() + timeout
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
         answers: dict[int, _Answer] = {}
@@ -121,11 +129,11 @@ class Crew:
                     failure = Failure(asked, summary, _stack(folder, rank))
                     answers[rank] = (failure, None)
                 if answers[rank][0] is not None:
-                    deadline = min(deadline, monotonic() + _GRACE_SECONDS)
+                    deadline = min(deadline, monotonic() + grace)
         return answers
 
     def _exit_code(self, rank: int) -> int | None:
-        self._processes[rank].join(1)  # short-timeout: None is an answer
+        self._processes[rank].join(30)
         return self._processes[rank].exitcode
 
     def _start(self, world_size: int) -> None:
