@@ -15,7 +15,7 @@ from meshverse import DeviceMesh, init_device_mesh
 
 def _timeouts_of_their_own() -> list[int]:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    backend._set_default_timeout(timedelta(seconds=20 + dist.get_rank()))
+    backend._set_default_timeout(timedelta(seconds=120 + dist.get_rank()))
     part = DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("part",))
     return reached_by(part.get_group()) if dist.get_rank() < 3 else []
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.differing import AXES, ODD_RANK, error_of, small_mesh
+from helpers.turns import gives_up_after
 from meshverse import (
     DeviceMesh,
     init_device_mesh,
@@ -86,15 +87,16 @@ def test_what_ranks_may_do_differently(crew: Crew, program: Callable[[], list[in
 
 def _late_for_one_of_several() -> list[str]:
     """Every other group of an axis fails, as a member is late; then all go on."""
-    # short-timeout: it must elapse on ranks 0 and 2
-    mesh = small_mesh(timeout=timedelta(seconds=6))
+    mesh = small_mesh()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if dist.get_rank() == ODD_RANK:
         store.wait(["another has failed"])
     said = []
     for name in "xyz":
-        said.append(error_of(partial(mesh["dp"].flatten, name, isolate=name)))
+        is_in_vain = name == "x" and dist.get_rank() in (0, ODD_RANK)
+        with gives_up_after(6) if is_in_vain else contextlib.nullcontext():
+            said.append(error_of(partial(mesh["dp"].flatten, name, isolate=name)))
         if said[0] != "no error":
             store.set("another has failed", "")
         dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -173,9 +174,14 @@ def _interrupted() -> str:
 
     rank, outcome, own = dist.get_rank(), "all joined", Rendezvous()
     store = _store()
+
+    def interrupt_when_both_wait() -> None:
+        wait_until_they_wait(0, 1, store=_world(store, rank).run_keys)
+        os.kill(os.getpid(), signal.SIGALRM)
+
     if rank == 0:
         usual = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.7)
+        threading.Thread(target=interrupt_when_both_wait, daemon=True).start()
     if rank < 2:
         try:
             _join(store, "x", [0, 1, 2], rank, own=own)
@@ -276,7 +282,7 @@ def test_who_waits_for_no_deadlock_waits_on(crew: Crew) -> None:
 @pytest.mark.long
 def test_the_one_who_is_elsewhere_is_named(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2], 3: [3]}
-    seconds = {0: 1.5, 1: 10, 2: 10, 3: 10}  # rank 1 still waits when rank 0 gives up
+    seconds = {0: 1.5, 1: 30, 2: 30, 3: 30}  # rank 1 still waits when rank 0 gives up
     result, *_ = crew.run(_join_in, 4, groups, seconds, {}, {0: [1]})
     where = (
         r"1 of 2 members joined; "

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from helpers.crew import Crew
-from helpers.turns import wait_until_they_wait
+from helpers.turns import gives_up_after, wait_until_they_wait
 from meshverse import DeviceMesh, RanksDifferError, init_device_mesh
 from meshverse.universe.groups import share_world_wide
 from meshverse.world import World
@@ -66,10 +66,10 @@ def _waited() -> list[DeviceMesh]:
 
 def _failed() -> list[DeviceMesh]:
     """Rendezvous that failed, for groups that are made later or never."""
-    mesh = _mesh(lazy=True, timeout=timedelta(seconds=1.5))  # short-timeout: it must elapse
+    mesh = _mesh(lazy=True)
     if dist.get_rank() in (0, 2):
         for axis in _AXES if dist.get_rank() == 0 else ("tp",):
-            with pytest.raises(RuntimeError, match="could not create"):
+            with gives_up_after(1.5), pytest.raises(RuntimeError, match="could not create"):
                 mesh.get_group(axis)
     dist.barrier()
     mesh.get_group("tp")
