@@ -14,7 +14,7 @@ from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.differing import AXES, error_of
 from helpers.tiers import in_tiers
-from helpers.turns import wait_until_they_wait
+from helpers.turns import looks_for_missing_after, wait_until_they_wait
 from meshverse import (
     DeviceMesh,
     init_device_mesh,
@@ -69,7 +69,7 @@ def _one_is_not_in_a_hurry() -> tuple[list[str], str]:
     message = "no error"
     dist.barrier()
     if dist.get_rank() < 2:
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, looks_for_missing_after(0, 1):
             patch.setattr(rendezvous, "_WARNING_SECONDS", 15.0)
             timeout = timedelta(seconds=30)  # it elapses
             build = partial(init_device_mesh, "cpu", (3,), ranks=[0, 1, 2], timeout=timeout)

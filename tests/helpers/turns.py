@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from meshverse.agreement.deadlock import note_key
-from meshverse.agreement.rendezvous import Joined, Rendezvous
+from meshverse.agreement.rendezvous import Joined, Rendezvous, _Attempt
 from meshverse.store import StoreKeys
 from meshverse.world import World
 
@@ -47,6 +47,24 @@ def wait_until_they_wait(*ranks: int, store: StoreKeys | None = None) -> None:
         assert store is not None
     for rank in ranks:
         wait_until(lambda rank=rank: store.read(note_key(rank)))
+
+
+@contextlib.contextmanager
+def looks_for_missing_after(*ranks: int) -> Iterator[None]:
+    """Let this rank, in this block, say who is missing in a rendezvous only once these ranks wait.
+
+    Members are counted, but are known by name only after a second of waiting.
+    """
+    usual = _Attempt._missing
+
+    def missing(self: _Attempt) -> str:
+        store = self._store
+        wait_until(lambda: self._outcome() or all(store.read(note_key(rank)) for rank in ranks))
+        return usual(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Attempt, "_missing", missing)
+        yield
 
 
 @contextlib.contextmanager
