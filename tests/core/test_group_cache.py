@@ -124,13 +124,13 @@ def interrupt(*unused):
 
 
 @contextlib.contextmanager
-def being_made(cache, seconds=5):
-    """An entry that another thread makes until the block ends, or for some seconds."""
+def being_made(cache):
+    """An entry that another thread makes until the block ends, or until the event is set."""
     begun, release, results = threading.Event(), threading.Event(), []
 
     def make():
         begun.set()
-        release.wait(timeout=seconds)
+        release.wait(timeout=SECONDS)
         return "made"
 
     maker = threading.Thread(
@@ -138,24 +138,31 @@ def being_made(cache, seconds=5):
     )
     maker.start()
     assert begun.wait(timeout=SECONDS)
-    yield
-    release.set()
+    try:
+        yield release
+    finally:
+        release.set()
     maker.join(timeout=SECONDS)
     assert results == ["made"]
 
 
-def signal_soon(number=signal.SIGUSR1, seconds=0.2):
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+@contextlib.contextmanager
+def signal_soon(number=signal.SIGUSR1):
+    """Send a signal within the block, as a rule once it waits."""
+    # short-timeout: it must elapse
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), number))
     timer.start()
-    return timer
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 def test_a_signal_ends_the_wait_of_the_main_thread():
     cache = GroupCache()
     with handled(signal.SIGUSR1, interrupt), being_made(cache):
         for _ in range(2):  # and it can wait again
-            signal_soon()
-            with pytest.raises(InterruptedWaitError):
+            with pytest.raises(InterruptedWaitError), signal_soon():
                 cache.get_or_create(AXIS, GLOO, fail)
     assert cache.get_or_create(AXIS, GLOO, fail) == "made"
     assert len(cache) == 1
@@ -163,17 +170,23 @@ def test_a_signal_ends_the_wait_of_the_main_thread():
 
 def test_control_c_ends_the_wait():
     cache = GroupCache()
-    with handled(signal.SIGINT, signal.default_int_handler), being_made(cache):
-        signal_soon(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            cache.get_or_create(AXIS, GLOO, fail)
+    with (
+        handled(signal.SIGINT, signal.default_int_handler),
+        being_made(cache),
+        pytest.raises(KeyboardInterrupt),
+        signal_soon(signal.SIGINT),
+    ):
+        cache.get_or_create(AXIS, GLOO, fail)
 
 
 def test_a_signal_whose_handler_returns_does_not():
     cache, seen = GroupCache(), []
-    note = handled(signal.SIGUSR1, lambda *_: seen.append(cache.get(AXIS, GLOO)))
-    with note, being_made(cache, seconds=1):
-        signal_soon()
+
+    def note(*unused):
+        seen.append(cache.get(AXIS, GLOO))
+        release.set()
+
+    with being_made(cache) as release, handled(signal.SIGUSR1, note), signal_soon():
         assert cache.get_or_create(AXIS, GLOO, fail) == "made"
     assert seen == [None]  # handled while the main thread waited: the handler may use the cache
 
@@ -182,10 +195,11 @@ def test_a_handler_may_wait_for_the_same_entry():
     cache, seen = GroupCache(), []
 
     def wait_too(*unused):
+        # short-timeout: it must elapse, as a rule once this waits; before, the result is the same
+        threading.Timer(0.2, release.set).start()
         seen.append(cache.get_or_create(AXIS, GLOO, fail))
 
-    with handled(signal.SIGUSR1, wait_too), being_made(cache, seconds=1):
-        signal_soon()
+    with being_made(cache) as release, handled(signal.SIGUSR1, wait_too), signal_soon():
         assert cache.get_or_create(AXIS, GLOO, fail) == "made"
     assert seen == ["made"]
 
@@ -206,8 +220,7 @@ def test_who_gave_up_waiting_can_be_waited_for():
     with handled(signal.SIGUSR1, interrupt):
         maker.start()
         assert begun.wait(timeout=SECONDS)
-        signal_soon()
-        with pytest.raises(InterruptedWaitError):
+        with pytest.raises(InterruptedWaitError), signal_soon():
             cache.get_or_create(AXIS, GLOO, fail)
 
     def make_other():
@@ -231,8 +244,7 @@ def test_signals_while_many_threads_wait():
         ]
         for thread in waiting:
             thread.start()
-        signal_soon()
-        with pytest.raises(InterruptedWaitError):
+        with pytest.raises(InterruptedWaitError), signal_soon():
             cache.get_or_create(AXIS, GLOO, fail)
         assert results == []  # only the main thread's wait is over
     for thread in waiting:
@@ -505,7 +517,8 @@ def test_a_fork_in_a_handler_of_what_waits_goes_on_in_the_child():
     thread = threading.Thread(target=lambda: cache.get_or_create(AXIS, GLOO, make), daemon=True)
     thread.start()
     assert begun.wait(SECONDS)
-    threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1]).start()  # it waits, as a rule
+    # short-timeout: it must elapse, as a rule once this waits
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1]).start()
     try:
         made = cache.get_or_create(AXIS, GLOO, lambda: "the child's")
     finally:

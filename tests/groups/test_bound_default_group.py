@@ -156,10 +156,10 @@ def _by_options(library: str, folder: str, backend: str) -> dict[str, Any]:
         view = mesh.unflatten("tp", (2,), ("view",), backend_override={"view": options})
         return view.get_group("view")
 
-    usual, narrow, hurried = mesh.get_group("tp"), group(channels=3), group(7)
+    usual, narrow, hurried = mesh.get_group("tp"), group(channels=3), group(70)
     parts = [(backend_of(g), backend_of(g, "cpu")) for g in (usual, narrow, hurried)]
     return {
-        "shared": group() is usual and group(channels=3) is narrow and group(7) is hurried,
+        "shared": group() is usual and group(channels=3) is narrow and group(70) is hurried,
         "channels": [part.options.channels for part, _ in parts],
         "seconds": [[p.options._timeout.total_seconds() for p in pair] for pair in parts],
         "kinds": [type(cpu).__name__ for _, cpu in parts],
@@ -178,7 +178,7 @@ def test_options_are_those_of_the_bound_device_and_reach_its_backend(
     for rank, seen in enumerate(answers):
         assert seen["shared"]
         assert seen["channels"] == [16, 3, 16]
-        assert seen["seconds"] == [[splitting.SECONDS] * 2, [splitting.SECONDS] * 2, [7.0] * 2]
+        assert seen["seconds"] == [[splitting.SECONDS] * 2, [splitting.SECONDS] * 2, [70.0] * 2]
         kind = "SplittingBackend" if backend == NAME else "ProcessGroupGloo"
         assert seen["kinds"] == [kind] * 3
         assert seen["reached"] == [_expected(rank)["tp"]] * 3

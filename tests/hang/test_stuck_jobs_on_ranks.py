@@ -77,8 +77,9 @@ class Running:
         """Standard error of a rank so far."""
         return self.ranks[rank].printed_so_far()[1]
 
-    def has_begun(self, rank: int) -> bool:
-        return (self.folder / f"begun{rank}").exists()
+    def is_watching(self, rank: int) -> bool:
+        """Whether the watch of a rank has looked once: it has its connection to the store."""
+        return (self.folder / f"watching{rank}").exists()
 
     def end(self) -> list[tuple[int, str, str]]:
         if self.agent is not None:
@@ -356,7 +357,7 @@ def test_a_job_that_goes_on_is_left_alone(start) -> None:
 @pytest.mark.long
 def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
     job = start("sleeps", has_agent=True)
-    job.wait_for(lambda: all(map(job.has_begun, range(_SIZE))))
+    job.wait_for(lambda: all(map(job.is_watching, range(_SIZE))))
     job.agent.kill()
     text = job.wait_for(lambda: next(iter(job.causes()), None))["text"]
     assert "Stuck: all_reduce number 1" in text

@@ -100,8 +100,8 @@ def test_the_default_written_out_is_the_default(written_out: str) -> None:
     "override",
     [
         lambda: fake_options(raises=True),
-        lambda: fake_options(raises=False, seconds=7),
-        lambda: ("fake", fake_options(raises=False, seconds=7)),
+        lambda: fake_options(raises=False, seconds=70),
+        lambda: ("fake", fake_options(raises=False, seconds=70)),
         lambda: "cpu:fake",
     ],
     ids=["another field", "another timeout", "another timeout, in a pair", "another backend"],
@@ -150,7 +150,7 @@ def test_options_changed_afterwards_change_nothing() -> None:
 
 
 def test_the_users_options_object_is_not_written_to() -> None:
-    options = fake_options(raises=False, seconds=7)
+    options = fake_options(raises=False, seconds=70)
     before = {
         name: getattr(options, name)
         for name in ("_timeout", "backend", "group_name", "global_ranks_in_group")
@@ -160,8 +160,8 @@ def test_the_users_options_object_is_not_written_to() -> None:
 
 
 def test_explain_names_what_differs_from_the_defaults() -> None:
-    mesh = _mesh(backend_override={"tp": fake_options(seconds=7)})
+    mesh = _mesh(backend_override={"tp": fake_options(seconds=70)})
     dp, tp = (group.options for group in mesh.universe.explain().groups)
     assert "error_on_collective" not in dp
     assert "error_on_collective=True" in tp
-    assert "timeout=7s" in tp
+    assert "timeout=70s" in tp

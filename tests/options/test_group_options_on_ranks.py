@@ -20,7 +20,7 @@ from helpers.versions import AT_LEAST_2_15
 from meshverse import DeviceMesh, init_device_mesh
 
 _AXES = ("dp", "tp")
-_SHORT = timedelta(seconds=3)  # short-timeout: it must elapse
+_SHORT_SECONDS = 30  # it must elapse, and groups are created within it
 
 
 def _options(seconds: float) -> Any:
@@ -35,11 +35,11 @@ def _timeout(group: dist.ProcessGroup) -> float:
 
 def _timeouts() -> dict[str, float]:
     mesh = init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=_AXES, backend_override={"tp": _options(7)}
+        "cpu", (2, 2), mesh_dim_names=_AXES, backend_override={"tp": _options(70)}
     )
-    flat = mesh.flatten("all", ("gloo", _options(8)))
-    view = mesh.unflatten("tp", (2, 1), ("ep", "etp"), backend_override={"ep": _options(9)})
-    renamed = mesh.unflatten("tp", (2, 1), ("a", "b"), backend_override={0: _options(7)})
+    flat = mesh.flatten("all", ("gloo", _options(80)))
+    view = mesh.unflatten("tp", (2, 1), ("ep", "etp"), backend_override={"ep": _options(90)})
+    renamed = mesh.unflatten("tp", (2, 1), ("a", "b"), backend_override={0: _options(70)})
     shared = renamed.get_group("a") is mesh.get_group("tp")
     groups = {
         "world": dist.group.WORLD,
@@ -59,9 +59,9 @@ def test_timeouts_reach_their_groups_and_the_others_inherit_the_worlds(crew: Cre
         assert timeouts == {
             "shared": True,
             "world": WORLD_TIMEOUT_SECONDS,
-            "tp": 7,
-            "all": 8,
-            "ep": 9,
+            "tp": 70,
+            "all": 80,
+            "ep": 90,
             "etp": WORLD_TIMEOUT_SECONDS,
             "dp": WORLD_TIMEOUT_SECONDS,
         }
@@ -70,7 +70,11 @@ def test_timeouts_reach_their_groups_and_the_others_inherit_the_worlds(crew: Cre
 def _timeouts_in_force() -> dict[str, float]:
     """Seconds after which a collective that the other ranks never join ends with an error."""
     mesh = init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=_AXES, timeout=_SHORT, options=_options(9)
+        "cpu",
+        (2, 2),
+        mesh_dim_names=_AXES,
+        timeout=timedelta(seconds=_SHORT_SECONDS),
+        options=_options(2 * WORLD_TIMEOUT_SECONDS),
     )
     groups = {
         "the mesh": mesh.get_group("dp"),
@@ -81,12 +85,16 @@ def _timeouts_in_force() -> dict[str, float]:
         .get_group("a"),
     }
     seconds = {}
-    for name, group in groups.items():
-        dist.barrier()
-        if dist.get_rank() == 0:
-            start = time.monotonic()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        calls = {  # all at once, so that the timeout elapses once
+            name: dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            for name, group in groups.items()
+        }
+        for name, call in calls.items():
             with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-                dist.all_reduce(torch.ones(1), group=group)
+                call.wait()
             seconds[name] = time.monotonic() - start
     dist.barrier()
     return seconds
@@ -97,8 +105,9 @@ def test_the_universes_timeout_is_in_force_on_derived_groups(crew: Crew) -> None
     mine, *others = crew.run(_timeouts_in_force, 4)
     assert others == [{}, {}, {}]
     assert set(mine) == {"the mesh", "flattened", "unflattened"}
+    least, most = _SHORT_SECONDS - 0.1, WORLD_TIMEOUT_SECONDS - 1
     # duration: which of two timeouts is in force
-    assert all(2.9 < seconds < WORLD_TIMEOUT_SECONDS - 1 for seconds in mine.values()), mine
+    assert all(least < seconds < most for seconds in mine.values()), mine
 
 
 def _other_backend() -> tuple[list[str], list[list[int]]]:
@@ -163,7 +172,7 @@ def _timeouts_beside_options() -> tuple[list[str], dict[str, float], float]:
                 timeout=timedelta(seconds=70),
                 backend_override=dict.fromkeys(_AXES, (_NCCL, given)),
             )
-            inherited = asked.unflatten("tp", (2,), ("own",), {"own": (_NCCL, _said(9))})
+            inherited = asked.unflatten("tp", (2,), ("own",), {"own": (_NCCL, _said(90))})
             worlds = DeviceMesh(
                 "cpu", [0, 1, 2, 3], mesh_dim_names=("all",), backend_override=((_NCCL, given),)
             )
@@ -192,7 +201,7 @@ def _said(seconds: float) -> Any:
 def test_c10d_gets_one_timeout_and_does_not_warn(crew: Crew) -> None:
     for warned, seconds, given in crew.run(_timeouts_beside_options, 4):
         assert warned == []
-        assert seconds == {"asked": 70, "own": 9, "the world's": WORLD_TIMEOUT_SECONDS}
+        assert seconds == {"asked": 70, "own": 90, "the world's": WORLD_TIMEOUT_SECONDS}
         assert given == 1800, "c10d wrote to the user's object"
 
 

@@ -218,6 +218,7 @@ def _listens(port: int) -> bool:
     ("arguments", "said"),
     [
         (["dp=2"], "has 2 ranks, but the world has 3"),
+        # short-timeout: it is refused
         (["dp=3", "--timeout", "0"], "--timeout 0.0: pass a number above 0"),
         (["dp=3", "tp=1"], "dp=3 tp=1: write the axes of a view without spaces, as dp=3,tp=1"),
     ],
@@ -254,7 +255,7 @@ sys.exit(status)
     [
         pytest.param(["dp=3"], {1: {"TORCH_DISTRIBUTED_DEBUG": "INFO"}}, 1, id="problem"),
         pytest.param(["dp=2"], {}, 2, id="wrong view"),
-        pytest.param(["dp=4", "--timeout", "3"], {}, 1, id="missing rank"),
+        pytest.param(["dp=4", "--timeout", _TIMEOUT], {}, 1, id="missing rank"),
     ],
 )
 def test_no_rank_ends_before_the_report_is_printed(tmp_path: Path, arguments, own, status) -> None:
