@@ -35,8 +35,10 @@ _RULES = (
     Rule(
         "short-timeout",
         re.compile(
-            r"timedelta\(seconds=([\d._]+)\)|timedelta\(milliseconds=|timedelta\(microseconds="
-            r"|\.(?:join|result|wait|acquire)\((?:timeout=)?([\d._]+)\)|\btimeout=([\d._]+)\b"
+            r"\bseconds=(\d[\d._]*)\b|timedelta\(milliseconds=|timedelta\(microseconds="
+            r"|\.(?:join|result|wait|acquire)\((?:timeout=)?(\d[\d._]*)\)|\btimeout=(\d[\d._]*)\b"
+            r"|\bTimer\((\d[\d._]*),|\bsetitimer\([^,]+, (\d[\d._]*)"
+            r"|--timeout(?:=|[\"']?,? [\"']?)(\d[\d._]*)"
         ),
         "a timeout of at least 30 s, which elapses only if the test fails",
     ),
