@@ -123,6 +123,7 @@ from torch.distributed.device_mesh import init_device_mesh
 dist.init_process_group("gloo")
 meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for names in ("ab", "cd")]
 print(f"{type(meshes[0]).__module__} {sys.argv[1:]}\\n", end="", flush=True)
+dist.barrier()
 dist.destroy_process_group()
 """
 
