@@ -386,13 +386,16 @@ class Connection:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Reserve the connection for one transfer; RuntimeError if another one is running."""
-        with self._in_use.held() as is_mine:
-            if not is_mine:
+        caller = object()
+        try:
+            if not self._in_use.take(caller):
                 raise RuntimeError(
                     f"Another transfer is running over the connection {self.name!r}. Wait for it; "
                     "or, to run both at once, connect again under another name."
                 )
             yield
+        finally:
+            self._in_use.give_back(caller)
 
     def close(self) -> None:
         """End the process group in this process, which then needs the connection no more.

@@ -11,11 +11,9 @@ has a table of what else a thread can wait for, in which order.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 state_lock = threading.RLock()
@@ -34,24 +32,22 @@ class Claim:
     def __init__(self) -> None:
         self._holders: dict[str, object] = {}
 
-    def take(self) -> bool:
-        """Return whether the caller has the claim from now on; False if somebody has it already."""
-        mine = object()
+    def take(self, caller: object | None = None) -> bool:
+        """Return whether the caller has the claim from now on; False if somebody has it already.
+
+        Args:
+            caller: an object of this call's own, with which it gives the claim back. If it takes
+                the claim in a `try` block, and gives it back in its `finally`, no signal handler
+                that raises can leave the claim taken.
+        """
+        mine = object() if caller is None else caller
         # Atomic, with and without the interpreter's lock.
         return self._holders.setdefault("holder", mine) is mine
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
-        """Take the claim for a block, to which this gives what `take` returns.
-
-        A signal handler that raises anywhere in it cannot leave the claim taken.
-        """
-        mine = object()
-        try:
-            yield self._holders.setdefault("holder", mine) is mine
-        finally:
-            if self._holders.get("holder") is mine:
-                self._holders.clear()
+    def give_back(self, caller: object) -> None:
+        """Let somebody else have the claim, if this caller has it."""
+        if self._holders.get("holder") is caller:
+            self._holders.clear()
 
 
 _T = TypeVar("_T")

@@ -219,7 +219,9 @@ class Group:
         Raises:
             Whatever c10d raises; then a second call tries again.
         """
-        with self._end.held() as is_mine:
+        caller = object()
+        try:
+            is_mine = self._end.take(caller)
             with state_lock:
                 if self.is_foreign or self.state not in (State.LIVE, State.SUSPENDED):
                     self.note_ended()
@@ -228,6 +230,8 @@ class Group:
             if is_mine:  # or else another thread ends it, or what a signal interrupted
                 end_group(self.name, abort=abort)
                 self.note_ended()
+        finally:
+            self._end.give_back(caller)
 
     def note_ended(self) -> None:
         """Mark the group as ended and drop c10d's group, without destroying it."""
