@@ -17,8 +17,9 @@ _CHECK = "_is_packed_sequence"
 _MASKS = "find_packed_sequence_indices"
 _MODULES = {_CHECK: "modeling_flash_attention_utils", _MASKS: "masking_utils"}
 
-_own: list[Any] = []  # transformers' own function, while it is replaced
-_own_masks: list[Any] = []  # transformers' own function, while it is replaced
+# transformers' own functions, while they are replaced: the check, and what finds sequences to mask.
+_own: list[Any] = []
+_own_masks: list[Any] = []
 _open_blocks: set[object] = set()  # in any thread: the last one restores it
 
 
