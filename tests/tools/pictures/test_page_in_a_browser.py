@@ -225,7 +225,6 @@ def test_nothing_is_cut_or_covered_and_letters_can_be_read(
     page.write_text(text, encoding="utf-8")
     for mode in ("light", "dark"):
         browser.open(page, mode, width=width, height=900)
-        assert browser.driver.get_screenshot_as_png()[:8] == b"\x89PNG\r\n\x1a\n"
         found = browser.js(_LAYOUT)
         assert found["texts"] > 20
         assert found["cut"] == []
