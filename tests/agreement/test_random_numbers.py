@@ -51,6 +51,7 @@ def _drawn_after_each() -> list[Any]:
     return drawn
 
 
+@pytest.mark.long
 def test_waiting_draws_no_random_numbers(crew: Crew) -> None:
     first, *others = crew.run(_drawn_after_each, 4)
     assert others == [first] * 3

@@ -310,6 +310,7 @@ def _in_two_threads(delays: dict[tuple[int, str], float]) -> list[str]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "delays",
     [

@@ -323,6 +323,7 @@ def test_closing_an_old_connection_again_leaves_the_name_to_the_new_one() -> Non
         assert second.is_open
 
 
+@pytest.mark.long
 def test_of_two_threads_that_connect_one_name_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -127,6 +127,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_process_that_aborted_exits_without_waiting(tmp_path: Path) -> None:
     program = tmp_path / "aborts.py"
     program.write_text(_ABORTS_AND_EXITS)

@@ -229,6 +229,7 @@ def _compiled(form: str, how: str) -> bool:
 _AGAIN_COMPILED = [(form, how) for form in _COMPILED for how in _AGAIN]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "how"),
     in_tiers(_AGAIN_COMPILED, [("slice", "one axis")], _AGAIN_COMPILED[::3]),

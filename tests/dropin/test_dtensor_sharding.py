@@ -109,6 +109,7 @@ def _redistributions(side_name: str, shape: tuple[int, int], flattened: bool) ->
 
 
 # With a flattened mesh at hand, torch gathers rows that are unevenly sharded twice wrongly.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "flattened"),
     in_tiers([((8, 8), True), ((8, 8), False), ((5, 3), False)], [((5, 3), False)]),

@@ -268,6 +268,7 @@ def _step(wrapped: Wrapped, optimizer: torch.optim.Optimizer, step: int) -> floa
     return total.item() / shares
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "other_way"),
     in_tiers(

@@ -92,6 +92,7 @@ def _trained(side_name: str, way: str) -> dict[str, Any]:
 _CASES = list(product(SIDES, _MESHES))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("side_name", "way"), in_tiers(_CASES, [("ours", "one axis")], _CASES[::3])
 )

@@ -110,6 +110,7 @@ def _trained(way: str) -> dict[str, Any]:
         }
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("way", in_tiers(_WAYS, ["FSDP2 with tensor parallelism"], [*_WAYS][::3]))
 def test_training_is_on_the_groups_of_the_tag(crew: Crew, way: str) -> None:

@@ -102,6 +102,7 @@ def _losses(side_name: str, way: str) -> list[float]:
         return train(model, data, clip=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", in_tiers(_WAYS, ["TP in DDP"]))
 def test_losses_are_those_of_one_process(crew: Crew, way: str) -> None:
     expected, _ = train_alone(clip=False)

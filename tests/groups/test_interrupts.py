@@ -123,6 +123,7 @@ def _interrupted(place: str, lazy: bool) -> tuple[str, list[int]]:
     return outcome, reached_by((mesh or _mesh(lazy=False)).get_group("tp"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "lazy", [pytest.param(False, id="eager", marks=pytest.mark.long), pytest.param(True, id="lazy")]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
 from helpers.asking import (
@@ -45,6 +46,7 @@ def _ask_alone() -> tuple[int, list[str]]:
     return len(before), makes
 
 
+@pytest.mark.long
 def test_it_makes_no_group(crew: Crew) -> None:
     # Of the whole program: a rank that waited would do so until the default group's timeout.
     assert crew.run(_ask_alone, _RANKS) == [(1, [])] * _RANKS

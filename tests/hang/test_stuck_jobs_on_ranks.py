@@ -317,6 +317,7 @@ def test_ranks_that_wait_in_new_group_are_said_to_wait(start) -> None:
     assert "5" in waiting[1]  # which skipped it: at the barrier, it waits for the others
 
 
+@pytest.mark.long
 def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start) -> None:
     job = start("is_slow")
     job.wait_for(lambda: len(job.verdicts() + job.verdicts("heard")) >= _SIZE - 1)

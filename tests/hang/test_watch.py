@@ -329,6 +329,7 @@ def _unrecorded(library: Path) -> list[str]:
     return [line for text in lines.texts for line in text.splitlines()]
 
 
+@pytest.mark.long
 def test_a_collective_that_torch_does_not_record_is_found(
     fresh_crew: Crew, via_store_library: Path
 ) -> None:
@@ -496,6 +497,7 @@ def _many_short_calls(library: Path, how: str) -> tuple[int, int]:
     return len(heard), n_long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("all_reduce", marks=pytest.mark.long), "send"])
 def test_many_short_calls_are_no_long_one(crew: Crew, via_store_library: Path, how: str) -> None:
     heard, n_long = zip(*crew.run(_many_short_calls, 2, via_store_library, how), strict=True)

@@ -211,6 +211,7 @@ def _after_a_sleep(folder: str) -> list[Any]:
     return [before, [_results(one, dist.get_rank()) for one in kinds]]
 
 
+@pytest.mark.long
 def test_goes_on_after_all_groups_have_ended(crew, tmp_path) -> None:
     for before, after in crew.run(_after_a_sleep, 4, str(tmp_path)):
         assert before == after

@@ -131,6 +131,7 @@ _CASES = {f"{name}, {kind}": (name, kind) for name in MESHES for kind in ("sgd",
 _SHORT = ("ep 2 x tp 2, adam",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", in_tiers(_CASES, _SHORT, [*_CASES][::2]))
 def test_training_equals_one_process(crew: Crew, case: str) -> None:
     name, kind = _CASES[case]

@@ -152,6 +152,7 @@ _CASES: dict[str, tuple[int, str, dict[str, int], str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", in_tiers(_CASES, short=("tp and fsdp2, split",)))
 def test_equals_one_process(crew: Crew, name: str) -> None:
     ranks, *case = _CASES[name]

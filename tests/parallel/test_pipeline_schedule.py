@@ -141,6 +141,7 @@ def summed(logits: Any, tokens: torch.Tensor) -> torch.Tensor:
     return loss_of(whole, tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm_type", in_tiers([1.0, 2.0, float("inf")], [2.0]))
 def test_norms_over_stages_equal_one_process(crew: Crew, norm_type: float) -> None:
     for seen, expected in crew.run(norms, 4, norm_type):

@@ -83,6 +83,7 @@ def _first_round_trip(family: str, folder: str) -> str:
 _LONG_FAMILIES = {"deepseek_v3", "gemma3n_text", "gpt_oss", "gptj", "phimoe"} & {*families()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", in_tiers(families(), ["phi3"], _LONG_FAMILIES))
 def test_every_family_makes_a_round_trip(crew: Crew, tmp_path: Path, family: str) -> None:
     assert crew.run(_first_round_trip, 4, family, str(tmp_path), timeout=600) == [""] * 4
@@ -114,6 +115,7 @@ def _bytes_of_a_load(family: str, arrangement: str, folder: str) -> tuple[int, i
     return read, shards, sum(each.nbytes for each in tensors_in(f"{folder}/large").values())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count bytes")
 @pytest.mark.parametrize(
     ("family", "arrangement"),
@@ -273,6 +275,7 @@ _ADAPTED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "arrangement"),
     in_tiers(_ADAPTED, [("mixtral", "ep 2 x tp 2")]),

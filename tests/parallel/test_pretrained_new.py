@@ -84,6 +84,7 @@ def _differences(family: str, arrangement: str, tied: bool, folder: str) -> list
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "arrangement", "tied"), in_tiers(_CASES, _SHORT, _CASES[::4]))
 def test_every_rank_gets_its_shards_of_the_values_of_one_process(
     crew: Crew, tmp_path: Any, family: str, arrangement: str, tied: bool

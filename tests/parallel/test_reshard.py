@@ -159,8 +159,8 @@ def _random_moves(first: int, last: int) -> int:
 @pytest.mark.parametrize(
     ("world", "seeds"),
     [
-        (4, (0, 25)),
-        pytest.param(4, (25, 100), marks=pytest.mark.long),
+        (4, (0, 8)),
+        pytest.param(4, (8, 100), marks=pytest.mark.long),
         pytest.param(8, (0, 10), marks=pytest.mark.long),
         pytest.param(8, (10, 100), marks=pytest.mark.sweep),
     ],

@@ -44,9 +44,9 @@ _TABLE = f"transformers {transformers.__version__}"
 _SECONDS = 600  # for a family, on a busy machine
 
 # A plan of plain styles; a shared key, and experts.
-_SHORT = ("llama", "deepseek_v2")
+_SHORT = ("llama",)
 # Norms of heads, sets of styles that many plans have, and kinds of attention in them.
-_LONG = ("qwen3", "gpt_neox", "gemma3n_text", "deepseek_v3", "qwen3_next", "gpt_oss")
+_LONG = ("deepseek_v2", "qwen3", "gpt_neox", "gemma3n_text", "deepseek_v3", "qwen3_next", "gpt_oss")
 
 # Its experts, which the plan hands out, take a weight for every expert.
 _REFUSED = {"gpt_oss"} if transformers.__version__.startswith("4.") else set()

@@ -68,6 +68,7 @@ def errors_of(cases: list[tuple[str, bool, bool]]) -> list[float | str]:
 DENSE = ["llama", "qwen3", "gemma2", "gemma3_text", "exaone4", "apertus"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
 def test_dense_models_equal_one_process(crew: Crew, sequence_parallel: bool) -> None:
     cases = [(family, sequence_parallel, False) for family in DENSE]

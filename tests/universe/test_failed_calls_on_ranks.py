@@ -61,6 +61,7 @@ def _second_axis_fails() -> list[dict[str, int]]:
     return [*counts, _held()]
 
 
+@pytest.mark.long
 def test_a_call_that_fails_on_its_second_axis_keeps_the_first_for_the_next_call(
     crew: Crew,
 ) -> None:
@@ -112,6 +113,7 @@ def _retried_after_two_that_failed() -> list[int]:
     return [held()["groups"], World.current().store.num_keys()]
 
 
+@pytest.mark.long
 def test_what_failed_under_several_tags_can_be_made_after_all(crew: Crew) -> None:
     for n_groups, _ in crew.run(_retried_after_two_that_failed, 4):
         assert n_groups == 1

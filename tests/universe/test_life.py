@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from helpers.ports import held_port
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._core import RankMap
@@ -136,9 +137,7 @@ def test_a_group_made_again_has_another_name() -> None:
         assert one.rpartition("-")[0] == two.rpartition("-")[0]
 
 
-@pytest.mark.parametrize(
-    "end", [pytest.param("the universe", marks=pytest.mark.long), "the world", "neither"]
-)
+@pytest.mark.parametrize("end", in_tiers(["the universe", "the world", "neither"], ["neither"]))
 def test_a_universe_is_kept_as_long_as_its_groups(end: str) -> None:
     with fake_world(8, 5):
         mesh = _mesh()

@@ -176,6 +176,7 @@ def _worlds_one_after_another(folder: str) -> list[dict[str, int]]:
     return seen
 
 
+@pytest.mark.long
 def test_meshes_of_ended_worlds_keep_nothing_alive(fresh_crew: Crew) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seen in fresh_crew.run(_worlds_one_after_another, 4, folder):

@@ -115,6 +115,7 @@ def test_a_program_that_a_command_runs_has_all_public_names(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.long
 def test_a_program_that_a_command_runs_has_what_the_import_does(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import threading, torch\n"

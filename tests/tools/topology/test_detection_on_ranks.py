@@ -125,6 +125,7 @@ def test_a_rank_that_does_not_come_is_named_to_all(crew: Crew) -> None:
     assert "waited 0:00:01: 3 of 4 members joined; missing: ranks [2]." in answers[0]
 
 
+@pytest.mark.long
 def test_rank_0_is_named_where_it_does_not_come(crew: Crew) -> None:
     answers = crew.run(_without_rank, 4, 0)
     assert len(set(answers)) == 1
