@@ -47,7 +47,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"meshverse\.\w+\..*"),  # classes in the subpackages that are not public
 ]
 
-_PUBLIC = ("", ".parallel", ".planner", ".pictures", ".doctor")
+_PUBLIC = ("", ".parallel", ".tools.planner", ".tools.pictures", ".tools.doctor")
 
 _BELOW = {  # pages that the navigation shows below another one
     "hangs": ("mismatches", "troubleshooting"),
