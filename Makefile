@@ -43,16 +43,16 @@ test test-all test-long: export PYTHONDONTWRITEBYTECODE :=
 # and NCCL takes one rank for each: that is what `make gpu` tests.
 test test-all test-long soak coverage: export CUDA_VISIBLE_DEVICES :=
 
-test: $(VENV)/.wheel $(VENV)/.test ## run the tests against the built and installed wheel, in minutes
+test: $(VENV)/.wheel $(VENV)/.backend ## run the tests against the built and installed wheel, in minutes
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.wheel $(VENV)/.test ## run these and the long ones
+test-all: $(VENV)/.wheel $(VENV)/.backend ## run these and the long ones
 	$(PYTEST) -m 'not sweep' $(ARGS)
 
-test-long: $(VENV)/.wheel $(VENV)/.test ## run the long ones only: what test-all adds to test
+test-long: $(VENV)/.wheel $(VENV)/.backend ## run the long ones only: what test-all adds to test
 	$(PYTEST) -m 'long and not sweep' $(ARGS)
 
-soak: $(VENV)/.wheel $(VENV)/.test ## repeat tests of processes and threads with random pauses, beside busy processes, for MINUTES=60
+soak: $(VENV)/.wheel $(VENV)/.backend ## repeat tests of processes and threads with random pauses, beside busy processes, for MINUTES=60
 	$(VENV)/bin/python tools/soak.py $(MINUTES) $(ARGS)
 
 coverage: $(VENV)/.wheel $(VENV)/.coverage ## say which lines of the package the short tier runs; ARGS="-m 'not sweep'" for both tiers
@@ -62,7 +62,7 @@ coverage: $(VENV)/.wheel $(VENV)/.coverage ## say which lines of the package the
 	$(VENV)/bin/python -m coverage report
 
 families: export MESHVERSE_WRITE_TABLES := 1
-families: $(VENV)/.wheel $(VENV)/.test ## run what test-all leaves out, every model family and combination; write the tables of docs/huggingface_families.md
+families: $(VENV)/.wheel $(VENV)/.backend ## run what test-all leaves out, every model family and combination; write the tables of docs/huggingface_families.md
 	$(VENV)/bin/python -m pytest -m sweep $(ARGS)
 
 # The demo runs without NumPy, which torch remarks on in every process.
@@ -162,6 +162,11 @@ endif
 
 $(VENV)/.coverage $(VENV)/.demo $(VENV)/.docs $(VENV)/.test $(VENV)/.bench $(VENV)/.typecheck $(VENV)/.build: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) install --group $*
+	@touch $@
+
+# Compiled before the tests: in one of them, a busy machine's compiler could take longer than a test may.
+$(VENV)/.backend: $(wildcard tests/backends/*) tests/helpers/via_store.py $(VENV)/.test
+	PYTHONPATH=tests $(VENV)/bin/python -m helpers.via_store build/backends
 	@touch $@
 
 # The wheel does not depend on torch's version: one is built, and installed beside each torch.

@@ -149,13 +149,8 @@ def shared(uninstalled_afterwards: None) -> None:
 
 
 @pytest.fixture(scope="session")
-def via_store_library(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def via_store_library(request: pytest.FixtureRequest) -> Path:
     """The compiled backend of `helpers.via_store`, one for all workers and for later runs."""
     if via_store.compiler() is None:
         pytest.skip("a backend in C++ needs a compiler: there is no c++, and CXX names none")
-    cache = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
-    if cache is not None:
-        return via_store.build(cache.mkdir("backends"))
-    return via_store.build(tmp_path_factory.getbasetemp().parent)  # which workers share
+    return via_store.build(request.config.rootpath / "build" / "backends")

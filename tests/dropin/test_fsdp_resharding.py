@@ -150,7 +150,7 @@ class TestWhatIsShared:
                 made = _resharded_on(_wrap(mesh))
         assert all(each.universe is mesh.universe for each in made)
         report = mesh.universe.explain()
-        assert (report.requested, report.created, report.avoided) == (33, 2, 30)
+        assert (report.requested, report.created, report.saved) == (33, 2, 30)
         assert report.n_duplicates == 0
 
     def test_other_models_on_the_same_mesh_share_and_on_an_equal_one_do_not(self) -> None:

@@ -31,7 +31,7 @@ def test_data_says_what_c10d_has(mesh) -> None:
     groups = {group["name"]: tuple(group["ranks"]) for group in report["groups"]}
     assert groups == live_groups()
     assert report["rank"] == dist.get_rank()
-    assert (report["requested"], report["created"], report["shared"]) == (4, 3, 1)
+    assert (report["requested"], report["created"], report["reused"]) == (4, 3, 1)
     assert [group["layout"] for group in report["groups"]] == ["1:0", "2:4", "4:1", "8:1"]
     assert [group["created"] for group in report["groups"]] == [True, True, True, False]
     assert [group["how"] for group in report["groups"]] == [
@@ -188,11 +188,11 @@ def test_a_trainers_universe() -> None:
         report = five_views(OURS.init_device_mesh, degrees)["world"].universe.explain()
         groups = {group.name: group.ranks for group in report.groups}
         assert groups == live_groups()
-    assert (report.requested, report.created, report.shared) == (19, 6, 13)
+    assert (report.requested, report.created, report.reused) == (19, 6, 13)
     assert report.groups[0].how == "the default group"
 
 
-# --- what was avoided ----------------------------------------------------------------------------
+# --- what was saved ------------------------------------------------------------------------------
 
 
 def _groups_of_the_same_steps(family: Family) -> int:
@@ -206,24 +206,24 @@ def _groups_of_the_same_steps(family: Family) -> int:
     return len(live_groups()) - before
 
 
-def test_avoided_are_the_groups_that_stock_makes_besides(world) -> None:
+def test_saved_are_the_groups_that_stock_makes_besides(world) -> None:
     stock = _groups_of_the_same_steps(STOCK)
     ours = _groups_of_the_same_steps(OURS)
     (universe,) = World.current().state(WorldUniverses).with_groups
     report = universe.explain()
     assert report.created == ours == 2
-    assert report.created + report.avoided == stock == 5
-    assert report.requested == report.created + report.shared
+    assert report.created + report.saved == stock == 5
+    assert report.requested == report.created + report.reused
 
 
-def test_lazy_groups_that_are_never_used_are_avoided(world) -> None:
+def test_lazy_groups_that_are_never_used_are_saved(world) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), lazy=True)
     report = mesh.universe.explain()
-    assert (report.created, report.planned, report.shared, report.avoided) == (0, 2, 0, 2)
+    assert (report.created, report.planned, report.reused, report.saved) == (0, 2, 0, 2)
     assert "Requested 2 process groups: 0 created, 2 planned (lazy), 0 reused." in str(report)
     mesh.get_group("tp")
     report = mesh.universe.explain()
-    assert (report.created, report.planned, report.shared, report.avoided) == (1, 1, 0, 1)
+    assert (report.created, report.planned, report.reused, report.saved) == (1, 1, 0, 1)
     mesh.get_group("dp")
     assert "Requested 2 process groups: 2 created, 0 reused. Saved: 0" in str(
         mesh.universe.explain()
@@ -235,7 +235,7 @@ def test_lazy_groups_of_another_universe_are_not_planned_by_this_one(world) -> N
     lazy = init_device_mesh("cpu", (4, 2), mesh_dim_names=("a", "b"), lazy=True)
     OURS.DeviceMesh._concatenate([eager["c"], lazy["b"]])
     report = eager.universe.explain()
-    assert (report.requested, report.created, report.planned, report.shared) == (2, 2, 0, 0)
+    assert (report.requested, report.created, report.planned, report.reused) == (2, 2, 0, 0)
     assert report.groups[2].how == "of another universe"
 
 
@@ -243,7 +243,7 @@ def test_memory_is_estimated_by_backend_and_can_be_given(world) -> None:
     mesh = init_device_mesh("cpu", (1, 8), mesh_dim_names=("one", "all"), isolate={"all": "own"})
     mesh.unflatten("all", (8,), ("view",), isolate="own")
     mesh.unflatten("one", (1,), ("alone",))
-    assert mesh.universe.explain().avoided == 2
+    assert mesh.universe.explain().saved == 2
     assert mesh.universe.explain().saved_bytes == 0  # the fake backend has no buffers
     assert mesh.universe.explain({"fake": 5 << 20}).saved_bytes == 5 << 20  # none for one rank
     assert "(about 5 MiB of device memory)" in str(mesh.universe.explain({"fake": 5 << 20}))
@@ -269,7 +269,7 @@ def test_json_is_the_data(mesh) -> None:
     report = mesh.universe.explain()
     data = json.loads(report.to_json())
     assert data == json.loads(json.dumps(report.to_dict()))
-    assert (data["avoided"], data["saved_bytes"]) == (0, 0)
+    assert (data["saved"], data["saved_bytes"]) == (0, 0)
     assert data["groups"][0]["backend"] == "fake"
 
 

@@ -78,7 +78,7 @@ def test_explain_tells_what_was_made_and_when() -> None:
         "created by its members at first use",
         "not created yet (lazy)",
     ]
-    assert (report.requested, report.created, report.avoided) == (3, 1, 2)
+    assert (report.requested, report.created, report.saved) == (3, 1, 2)
 
 
 def test_an_axis_over_the_world_is_the_default_group_at_once() -> None:

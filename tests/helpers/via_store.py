@@ -1,4 +1,8 @@
-"""The backend "via_store", written in C++: compiled once, and registered where it is wanted."""
+"""The backend "via_store", written in C++: compiled once, and registered where it is wanted.
+
+`python -m helpers.via_store FOLDER` compiles it before the tests. In a test, its timeout would be one
+of the compiler, too.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,7 @@ def build(folder: Path) -> Path:
     Raises:
         RuntimeError: the compiler refused it.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     library = folder / _file_name()
     with (folder / f"{library.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
@@ -111,3 +116,7 @@ def register(library: Path) -> list[Any]:
         plugin = dist.Backend._plugins[NAME.upper()]
         dist.Backend._plugins[NAME.upper()] = plugin._replace(creator_fn=create)
     return given
+
+
+if __name__ == "__main__" and compiler() is not None:
+    build(Path(sys.argv[1]))

@@ -269,7 +269,7 @@ def test_slices_in_a_block_avoid_nothing(mesh) -> None:
         for _ in range(10):
             mesh["dp"]
     report = mesh.universe.explain()
-    assert (report.requested, report.created, report.avoided) == (3, 3, 0)
+    assert (report.requested, report.created, report.saved) == (3, 3, 0)
 
 
 def test_axes_behind_one_that_is_split_keep_their_own_tags(world) -> None:

@@ -198,7 +198,7 @@ def test_explain_tells_of_all_parts() -> None:
     parts["rollout"].flatten("all")
     report = job.universe.explain()
     assert report.parts == ("ranks 0 to 3", "ranks 4, 5, 6, 7")
-    assert (report.requested, report.created, report.avoided) == (5, 4, 1)
+    assert (report.requested, report.created, report.saved) == (5, 4, 1)
     by_ranks = {group.ranks: group for group in report.groups}
     assert by_ranks[4, 5, 6, 7].requests == {"rank": 1, "all": 1}
     assert by_ranks[4, 5, 6, 7].over == ("ranks 0 to 7", "ranks 4, 5, 6, 7")

@@ -72,7 +72,7 @@ def test_explain_lists_it_by_its_name(universe: Universe) -> None:
     report = universe.explain()
     (group,) = report.groups
     assert group.requests == {"TENSOR_MODEL_PARALLEL_GROUP": 1, "expert": 1}
-    assert (group.ranks, report.created, report.avoided) == ((4, 5), 1, 1)
+    assert (group.ranks, report.created, report.saved) == ((4, 5), 1, 1)
 
 
 def test_other_ranks_have_the_group_of_others(universe: Universe) -> None:

@@ -107,27 +107,27 @@ class Explanation:
     _pictured: _Pictured | None = field(default=None, repr=False, compare=False)
 
     @property
-    def shared(self) -> int:
+    def reused(self) -> int:
         """Number of requests that were served by a group created or planned before."""
         return self.requested - self.created - self.planned
 
     @property
-    def avoided(self) -> int:
+    def saved(self) -> int:
         """Number of extra groups that torch would have created: it creates one for every request.
 
         An axis over the whole default group, without options of its own, is not counted: it uses
         the default group in torch too.
         """
-        return sum(group.avoided for group in self.groups)
+        return sum(group.saved for group in self.groups)
 
     @property
     def saved_bytes(self) -> int:
-        """Estimated device memory of the avoided groups; groups of unknown backends count 0."""
-        return sum(group.avoided * (group.bytes_each or 0) for group in self.groups)
+        """Estimated device memory of the saved groups; groups of unknown backends count 0."""
+        return sum(group.saved * (group.bytes_each or 0) for group in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
-        numbers = {name: getattr(self, name) for name in ("shared", "avoided", "saved_bytes")}
+        numbers = {name: getattr(self, name) for name in ("reused", "saved", "saved_bytes")}
         plain = {name: value for name, value in vars(self).items() if name != "_pictured"}
         # Not dataclasses.asdict: it copies every rank of every group one by one.
         groups = tuple({**vars(each), "requests": dict(each.requests)} for each in self.groups)
@@ -243,7 +243,7 @@ class Explanation:
         planned = f"{self.planned} planned (lazy), " if self.planned else ""
         text = (
             f"Requested {self.requested} process group{'s' * (self.requested != 1)}: "
-            f"{self.created} created, {planned}{self.shared} reused. Saved: {self.avoided}"
+            f"{self.created} created, {planned}{self.reused} reused. Saved: {self.saved}"
         )
         if self.saved_bytes:
             text += f" (about {in_bytes(self.saved_bytes)} of device memory)"
@@ -399,7 +399,7 @@ def _explain_group(
         how=group.origin,
         created=group.created,
         requests=requests,
-        avoided=sum(requests.values()) - group.created if is_mine else 0,
+        saved=sum(requests.values()) - group.created if is_mine else 0,
         bytes_each=estimate_bytes(backend_in_words(options.backend), len(ranks), figures),
         suspended=group.state is State.SUSPENDED,
         is_planned=group.is_planned,

@@ -19,7 +19,7 @@ class GroupExplanation:
         how: how the group was created.
         created: whether this universe created it.
         requests: number of requests, by axis name.
-        avoided: number of extra groups that torch would have created for these requests.
+        saved: number of extra groups that torch would have created for these requests.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
         is_planned: whether it is still to be created at its first use (lazy).
@@ -41,7 +41,7 @@ class GroupExplanation:
     how: str
     created: bool
     requests: dict[str, int]
-    avoided: int
+    saved: int
     bytes_each: int | None
     suspended: bool = False
     is_planned: bool = False

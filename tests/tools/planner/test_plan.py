@@ -43,7 +43,7 @@ def test_the_counts_are_those_of_explain(rank: int) -> None:
         report = universe.explain()
     mine = planned.mine
     assert (mine.requested, mine.created) == (report.requested, report.created)
-    assert mine.stock_created == report.created + report.avoided
+    assert mine.stock_created == report.created + report.saved
     assert mine.groups == tuple(group.ranks for group in report.groups)
     assert [group.layout for group in planned.groups] == [group.layout for group in report.groups]
     assert [group.asked for group in planned.groups] == [group.requests for group in report.groups]

@@ -22,7 +22,7 @@ def summary_line(explanations: Iterable[Explanation]) -> str:
         f"Requested {counted(requested, 'process group')}: {created} created, "
         + (f"{planned} planned (lazy), " if planned else "")
         + f"{requested - created - planned} reused. "
-        f"Saved: {sum(each.avoided for each in all_of_them)}"
+        f"Saved: {sum(each.saved for each in all_of_them)}"
     )
     text += f" (about {in_bytes(saved_bytes)} of device memory)" * bool(saved_bytes)
     return text + f", {planned} of them not created so far" * bool(planned) + "."

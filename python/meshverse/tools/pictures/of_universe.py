@@ -54,7 +54,7 @@ def picture_of(
 
 
 def _pictured(request: GroupRequest, explained: GroupExplanation) -> PicturedGroups:
-    is_mine = explained.avoided or explained.created
+    is_mine = explained.saved or explained.created
     facts = {
         "backend": explained.backend,
         "origin": explained.how + ", suspended" * explained.suspended,
@@ -67,7 +67,7 @@ def _pictured(request: GroupRequest, explained: GroupExplanation) -> PicturedGro
         axis=request.axis,
         preserve_rank_order=request.options.preserve_rank_order,
         made=int(explained.created),
-        stock_copies=explained.created + explained.avoided if is_mine else 0,
+        stock_copies=explained.created + explained.saved if is_mine else 0,
         bytes_each=explained.bytes_each,
         facts={**facts, "requested": asked},
     )
