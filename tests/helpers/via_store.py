@@ -1,7 +1,7 @@
 """The backend "via_store", written in C++: compiled once, and registered where it is wanted.
 
-`python -m helpers.via_store FOLDER` compiles it before the tests: in one of them, the compiler would
-be under the test's timeout.
+`python -m helpers.via_store FOLDER` compiles it before the tests: in one of them, the compiler
+would be under the test's timeout.
 """
 
 from __future__ import annotations
