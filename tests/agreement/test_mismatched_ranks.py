@@ -45,6 +45,7 @@ def _over_other_ranks(way: str) -> tuple[str, list[int]]:
     return error, reached_by(mesh.unflatten("all", (2, 2), AXES).get_group("tp"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", in_tiers(_OVER_OTHER_RANKS, short=list(_OVER_OTHER_RANKS)[:1]))
 def test_ranks_that_build_over_other_ranks_get_an_error_soon(crew: Crew, way: str) -> None:
     for rank, (error, reached) in enumerate(crew.run(_over_other_ranks, 4, way)):

@@ -158,6 +158,7 @@ def test_groups_partition_the_ranks(axis_and_ranks):
     assert [group[0] for group in expected] == [ranks[offset] for offset in offsets]
 
 
+@pytest.mark.long
 @given(groups_with_ranks())
 def test_every_rank_finds_its_own_group_by_itself(axis_and_ranks):
     axis, ranks = axis_and_ranks

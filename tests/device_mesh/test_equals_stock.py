@@ -44,6 +44,7 @@ def test_sequences_of_operations(spec: MeshSpec, data: st.DataObject) -> None:
             assert_same_outcome(stock, ours)
 
 
+@pytest.mark.long
 @given(mesh_specs(seen_by="an outsider"), st.data())
 def test_sequences_of_operations_on_meshes_of_others(spec: MeshSpec, data: st.DataObject) -> None:
     with fake_world(spec.world_size, spec.rank):

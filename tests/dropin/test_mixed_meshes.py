@@ -128,6 +128,7 @@ def test_copies_stay_equal_across_families(world: object) -> None:
         assert hash(copy.deepcopy(mesh)) == hash(other)
 
 
+@pytest.mark.long
 @given(mesh_specs(always_named=True), st.data())
 def test_equality_is_one_relation_over_both_families(spec: MeshSpec, data: st.DataObject) -> None:
     """Symmetric, transitive, with equal hashes; and a mesh equals its twin in the other family."""

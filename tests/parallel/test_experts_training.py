@@ -245,6 +245,7 @@ def restore(folder: str) -> float:
     return max(largest_error(loaded[part], wanted[part], floor=1e-2)[0] for part in wanted)
 
 
+@pytest.mark.long
 def test_checkpoint_is_that_of_one_process(crew: Crew) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert max(crew.run(restore, 4, str(Path(folder) / "checkpoint"))) < BOUND

@@ -318,6 +318,7 @@ def _injected_round_trip(folder: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_an_adapter_of_pipeline_stages_is_one_file(crew: Crew, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     assert crew.run(_injected_round_trip, 4, str(tmp_path)) == [[]] * 4
@@ -357,6 +358,7 @@ def _after_a_forward(folder: str, offload: bool) -> tuple[bool, bool]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_fsdp2_has_gathered_for_a_forward_is_not_taken_for_its_shards(
     crew: Crew, tmp_path: Path, offload: bool

@@ -239,6 +239,7 @@ def _train_compiled(kernels: str, family: str, sizes: dict[str, int], changed: A
         return _train_sharded(family, sizes, {"enable_compile": True, **changed})
 
 
+@pytest.mark.long
 @needs_transformers
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own use
 def test_each_layer_is_compiled_in_place_if_asked() -> None:

@@ -117,7 +117,7 @@ def _split_nothing(*_: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own use
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("asked", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_layers_are_compiled_by_the_function_too(asked: bool) -> None:
     with fake_world(8):
         mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())

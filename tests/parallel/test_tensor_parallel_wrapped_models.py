@@ -224,6 +224,7 @@ def test_lora_layers_in_pipeline_stages_equal_one_process(crew: Crew) -> None:
         assert difference < 1e-6
 
 
+@pytest.mark.long
 def test_peft_itself_equals_one_process(crew: Crew) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     for error, split, count in crew.run(error_of_peft, 2):
@@ -379,6 +380,7 @@ _ADAPTED: dict[str, tuple[int, str, dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are a list")
 @pytest.mark.parametrize("name", in_tiers(_ADAPTED, ["ep and tp"]))
 def test_adapters_of_experts_equal_one_process(crew: Crew, name: str) -> None:

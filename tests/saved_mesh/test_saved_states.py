@@ -220,6 +220,7 @@ def _without_last(value: Any) -> Any:
     return value[:-1] if isinstance(value, (list, tuple)) else dict(list(value.items())[:-1])
 
 
+@pytest.mark.long
 @given(st.data())
 def test_any_change_of_a_saved_state(data: st.DataObject) -> None:
     with fake_world(8, 5):

@@ -266,6 +266,7 @@ def _on_a_port(port_file: str) -> bool:
     return mesh.shape == (2,) and "1 runs" in repr(move)  # both were held all the while
 
 
+@pytest.mark.long
 def test_meshes_and_moves_that_are_held_keep_no_store(crew: Crew, tmp_path: Path) -> None:
     assert crew.run(_on_a_port, 2, str(tmp_path / "after")) == [True, True]
 

@@ -104,7 +104,10 @@ def test_a_fork_that_ends_its_parents_world_has_nothing_to_revive() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("owner", "name"), [(GroupRegistry, "end"), (Group, "note_ended")])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [pytest.param(GroupRegistry, "end", marks=pytest.mark.long), (Group, "note_ended")],
+)
 def test_a_world_whose_end_is_interrupted_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_command_that_needs_no_torch_does_not_import_it(
     assert "torch" not in imported
 
 
+@pytest.mark.long
 def test_nodes_are_planned_with_torch() -> None:
     done = _run("-X", "importtime", "-m", "meshverse", "plan", "dp=4,tp=8", "--node-size", "8")
     assert done.returncode == 0, done.stderr

@@ -214,6 +214,7 @@ def test_a_program_ends_as_without(ending: str, tmp_path: Path) -> None:
     assert ending != "an interrupt" or done.returncode == -signal.SIGINT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", in_tiers(["script", "module", "package", "folder", "archive", "link"], ["script"])
 )
