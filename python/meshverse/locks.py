@@ -72,9 +72,6 @@ class WeakRegistry(Generic[_T]):
         """Remove an object, if it was added."""
         self._references.pop(id(entry), None)
 
-    def __len__(self) -> int:
-        return len(self._references)
-
     def alive(self) -> list[_T]:
         """Return the objects that are alive now, in the order in which they were added."""
         # `list` copies a dict's values atomically, with and without the interpreter's lock.

@@ -124,13 +124,14 @@ class Run:
     the first rank to ask in a run has too low a count: it then uses a lower number than the others.
     With torchrun, the restart count prevents that.
 
-    Attributes:
+    Args:
         rank: this process's global rank.
+
+    Attributes:
         world_size: number of ranks. Runs with another number of ranks are counted separately.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
         self.world_size = world_size
         self._mark = os.urandom(8).hex()  # distinguishes this run's count from an earlier run's
         self._number: int | None = None

@@ -137,9 +137,10 @@ class Rendezvous(WorldState):
             self._is_main_thread_only = False
         while True:
             number = self._next_attempts.get(name, 0)
-            attempt = _Attempt(self, store, world, f"rendezvous/{name}/{number}", label, ranks)
+            key = f"rendezvous/{name}/{number}"
+            attempt = _Attempt(self, store, world, key, label, ranks, text)
             try:
-                outcome, was_immediate = attempt.join_and_wait(timeout, check, text)
+                outcome, was_immediate = attempt.join_and_wait(timeout, check)
             finally:
                 if attempt.joined_first:
                     self._joined_first.setdefault(name, []).append(attempt.key)
@@ -240,15 +241,15 @@ class _Attempt:
         key: str,
         label: str,
         ranks: Sequence[int],
+        text: str | None,
     ) -> None:
         self._own, self._store, self._world = own, store, world
         self._rank, self._ranks = world.rank, ranks
-        self.key, self._label = key, label
-        self.joined_first = self.is_complete = False
-        self._is_noted = self._has_texts = False
+        self.key, self._label, self._text = key, label, text
+        self.joined_first = self.is_complete = self._is_noted = False
 
     def join_and_wait(
-        self, timeout: timedelta | None, check: Callable[[], None] | None, text: str | None
+        self, timeout: timedelta | None, check: Callable[[], None] | None
     ) -> tuple[str, bool]:
         """Join, and wait for the other members.
 
@@ -258,7 +259,7 @@ class _Attempt:
         """
         outcome = ""
         try:
-            outcome, was_immediate = self._join(timeout, check, text)
+            outcome, was_immediate = self._join(timeout, check)
             return outcome, was_immediate
         except BaseException as error:
             with contextlib.suppress(RuntimeError):  # the store failed; `error` is raised
@@ -271,19 +272,18 @@ class _Attempt:
                     from .deadlock import note_key
 
                     self._store.remove(note_key(self._rank))
-                if text is not None and outcome and not self.is_complete:
+                if self._text is not None and outcome and not self.is_complete:
                     self._store.remove(f"{self.key}/{self._rank}")
 
     def _join(
-        self, timeout: timedelta | None, check: Callable[[], None] | None, text: str | None
+        self, timeout: timedelta | None, check: Callable[[], None] | None
     ) -> tuple[str, bool]:
-        if text is not None:
-            self._has_texts = True
-            self._store.write(f"{self.key}/{self._rank}", text)
+        if self._text is not None:
+            self._store.write(f"{self.key}/{self._rank}", self._text)
         n_joined = self._store.count(f"{self.key}/joined")
         self.joined_first = n_joined == 1
         if n_joined == len(self._ranks):
-            return self._decide(_ALL_JOINED + self._take_texts(text)), True
+            return self._decide(_ALL_JOINED + self._take_texts()), True
         if outcome := self._outcome():
             return outcome, True
         return self._wait(timeout, check), False
@@ -292,8 +292,8 @@ class _Attempt:
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return f"rank {self._rank} left it: {why}"
 
-    def _take_texts(self, text: str | None) -> str:
-        if text is None:
+    def _take_texts(self) -> str:
+        if self._text is None:
             return ""
         keys = [f"{self.key}/{rank}" for rank in self._ranks]
         # `read` does not block on a missing key: if the attempt has failed, some members have
@@ -388,10 +388,10 @@ class _Attempt:
         from .deadlock import read_wait
 
         self._store.pause()
-        joined = self._store.count(f"{self.key}/joined", 0)
+        joined, has_texts = self._store.count(f"{self.key}/joined", 0), self._text is not None
         missing: dict[int, Wait | None] = {}
-        for rank in self._ranks[:_MOST_READ] if self._has_texts else self._ranks[:_NAMED]:
-            if self._has_texts:
+        for rank in self._ranks[:_MOST_READ] if has_texts else self._ranks[:_NAMED]:
+            if has_texts:
                 if not self._read(f"{self.key}/{rank}"):
                     missing[rank] = None
             elif rank != self._rank:
@@ -406,7 +406,7 @@ class _Attempt:
         found = [f"{joined} of {len(self._ranks)} members joined"]
         if n_absent > 0 and not unseen:  # they are not among the ranks that were looked up
             found.append(f"missing: {n_absent} others")
-        elif n_absent > 0 and len(self._ranks) > _NAMED and not self._has_texts:
+        elif n_absent > 0 and len(self._ranks) > _NAMED and not has_texts:
             found.append(f"possibly missing: ranks {unseen}")  # or they have no note yet
         elif 0 < n_absent < len(unseen):
             found.append(f"missing: {n_absent} of ranks {unseen}")  # the others have no note yet
