@@ -55,7 +55,7 @@ test-long: $(VENV)/.wheel $(VENV)/.backend ## run the long ones only: what test-
 soak: $(VENV)/.wheel $(VENV)/.backend ## repeat tests of processes and threads with random pauses, beside busy processes, for MINUTES=60
 	$(VENV)/bin/python tools/soak.py $(MINUTES) $(ARGS)
 
-coverage: $(VENV)/.wheel $(VENV)/.coverage ## say which lines of the package the short tier runs; ARGS="-m 'not sweep'" for both tiers
+coverage: $(VENV)/.wheel $(VENV)/.coverage $(VENV)/.backend ## say which lines of the package the short tier runs; ARGS="-m 'not sweep'" for both tiers
 	@rm -rf build/coverage && mkdir -p build/coverage
 	$(VENV)/bin/python -m coverage run $(PYTEST_ARGS) $(ARGS)
 	$(VENV)/bin/python -m coverage combine --quiet
@@ -133,7 +133,7 @@ hooks: $(TOOLS)/.tools ## check each commit with pre-commit
 	$(TOOLS)/bin/pre-commit install
 
 clean: ## remove what was built, keep the environments
-	rm -rf build dist docs/results .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .venv/*/.backend docs/results .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 distclean: clean ## remove the environments too
 	rm -rf .venv

@@ -497,7 +497,6 @@ def _many_short_calls(library: Path, how: str) -> tuple[int, int]:
     return len(heard), n_long
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("all_reduce", marks=pytest.mark.long), "send"])
 def test_many_short_calls_are_no_long_one(crew: Crew, via_store_library: Path, how: str) -> None:
     heard, n_long = zip(*crew.run(_many_short_calls, 2, via_store_library, how), strict=True)

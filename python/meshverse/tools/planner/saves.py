@@ -44,9 +44,9 @@ SOURCES = {
 
 UNKNOWN = (
     (
-        "Which groups the program uses. NCCL creates the communicator of a group at its first "
-        "collective, unless the default group is bound to a device or has torch 2.15's default "
-        "backend: groups without a collective then cost nothing, so the savings are upper bounds."
+        "Which groups the program uses, so the savings are upper bounds. A group without a "
+        "collective costs nothing, unless the default group is bound to a device or has torch "
+        "2.15's default backend: NCCL then creates its communicator at once."
     ),
     (
         "Your GPUs, network and version of NCCL. The published figures are from 2020 to 2023. An "
