@@ -35,7 +35,6 @@ def _timeout_changed_after_a_subset_mesh() -> list[int]:
     return reached_by(mesh.get_group("dp"))
 
 
-@pytest.mark.long
 def test_a_timeout_changed_after_some_ranks_made_a_mesh(crew: Crew) -> None:
     for rank, reached in enumerate(crew.run(_timeout_changed_after_a_subset_mesh, 4)):
         assert reached == ([1, 0, 1, 0] if rank % 2 == 0 else [0, 1, 0, 1])
