@@ -79,7 +79,11 @@ _CASES = [
 
 
 def _run(hang: Hang, folder: Path) -> None:
-    environment = {**os.environ, "TORCH_NCCL_ENABLE_TIMING": str(int(hang.is_timed))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TORCH_NCCL_ENABLE_TIMING": str(int(hang.is_timed)),
+    }
     ranks = []
     for rank in range(4):
         with (folder / f"out{rank}.txt").open("w") as out:

@@ -125,7 +125,8 @@ def _nobody_answers(wanted: World, seconds: float) -> dict[str, Any]:
         return {"error": outcome, "waited": waited, "others": others}
 
 
-# Not on NCCL: in torch 2.11, TORCH_NCCL_BLOCKING_WAIT did not end the call there; why is not known.
+# Not on NCCL, where the watchdog ends the process (test_timeouts.py): in torch 2.11,
+# TORCH_NCCL_BLOCKING_WAIT did not end the call there; why is not known.
 @pytest.mark.long
 @at("gloo")
 def test_a_timeout_ends_what_nobody_answers(world: World, run: Callable[..., list[Any]]) -> None:
