@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -62,6 +63,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # NCCL reads it when a group is created: a timeout then raises, instead of ending the process.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+
     from meshverse.tools.doctor import NotAllHereError, examine
     from meshverse.tools.doctor.membership import report_once
 

@@ -43,7 +43,9 @@ def examine(
 
     All ranks of the job must call this before `init_process_group`, each in a process started by
     torchrun or by another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It
-    creates a default process group and destroys it at the end.
+    creates a default process group and destroys it at the end. With NCCL, start the processes with
+    TORCH_NCCL_BLOCKING_WAIT=1, which `meshverse doctor` sets by itself: otherwise NCCL's watchdog
+    ends a process after a timeout, and it reports nothing.
 
     Args:
         views: views as for `meshverse.tools.planner.plan`, over all ranks of the job. By default,
@@ -139,21 +141,8 @@ def _own_device(backend: str) -> Iterator[torch.device]:
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local % max(torch.cuda.device_count(), 1))
-    with _blocking_wait(), torch.cuda.device(device):
+    with torch.cuda.device(device):
         yield device
-
-
-@contextmanager
-def _blocking_wait() -> Iterator[None]:
-    """Make NCCL raise after a timeout, instead of ending the process before it can report."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "1")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
 
 
 class _Examiner:
