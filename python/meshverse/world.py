@@ -214,18 +214,18 @@ class World:
     def _why_over(self) -> str:
         if self.is_of_parent:
             return (
-                f"This mesh was made in process {self._process_id}, of which this one "
+                f"This mesh was created in process {self._process_id}, of which this one "
                 f"({os.getpid()}) is a fork: process groups do not survive a fork. A fork can "
-                "hold, slice and compare the mesh. Use its groups in the process that made it, or "
-                "start this process by spawn or forkserver and make the mesh here."
+                "hold, slice and compare the mesh. Use its groups in the process that created it, "
+                "or start this process by spawn or forkserver and create the mesh here."
             )
         current = current_default_group()
         if current is not None and current is self._default_group():
             return (
-                f"The default process group was reconfigured: this mesh was made by rank "
+                f"The default process group was reconfigured: this mesh was created by rank "
                 f"{self.rank} of {self.size}, which is rank {current.rank()} of "
                 f"{current.size()} now. Call destroy_process_group() and init_process_group() on "
-                "all ranks, then make the mesh again."
+                "all ranks, then create the mesh again."
             )
         state = "there is none" if current is None else "there is another one"
         if current is not None and is_shrunk_default(current):
@@ -235,8 +235,8 @@ class World:
         is_last = self.ended_last() is self
         revive = ", or call meshverse.revive() then, on all ranks" if is_last else ""
         return (
-            f"The default process group of {self.size} ranks that this mesh was made with is "
-            f"gone ({state} now), and its process groups with it. {who}Make the mesh again after "
+            f"The default process group of {self.size} ranks that this mesh was created with is "
+            f"gone ({state} now), and its process groups with it. {who}Create the mesh again after "
             f"init_process_group(){revive}."
         )
 

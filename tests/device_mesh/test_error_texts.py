@@ -399,7 +399,7 @@ def test_a_device_that_the_build_lacks_is_named(crew: Crew) -> None:
             f"Device type 'cuda' is not available: this torch, {torch.__version__}"
         )
         assert "device 1 (the LOCAL_RANK of the launcher)" in text
-        assert "Install a build of torch with 'cuda', or make the mesh of 'cpu'" in text
+        assert "Install a build of torch with 'cuda', or create the mesh of 'cpu'" in text
 
 
 # --- what has ended ------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def test_explain_says_that_the_world_has_ended() -> None:
         head, second, *_ = str(report).splitlines()
         assert head == str(live).splitlines()[0]
         assert second == f"These process groups have ended. {report.ended}"
-        assert "Make the mesh again after init_process_group()" in second
+        assert "Create the mesh again after init_process_group()" in second
         assert report.groups == live.groups
 
 

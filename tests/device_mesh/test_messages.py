@@ -170,7 +170,7 @@ def test_the_log_tells_each_group_and_why_it_is_new(world: Any, caplog: Any) -> 
     assert "Not shared with axis 'tp', which has options" in mine
     assert "Not shared with axis 'tp', which has options" in other
     assert "created by its members at first use" in lazy
-    assert "of a mesh in another universe, made without universe=" in lazy
+    assert "of a mesh in another universe, created without universe=" in lazy
     assert max(map(len, lines)) < 500
 
 

@@ -64,7 +64,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too large for the world": (
         {"a": _part(4), "b": _part(5)},
-        r"Part 'b' of a partition names rank 8.*ranks 0 to 7",
+        r"Part 'b' of a partition includes rank 8.*ranks 0 to 7",
     ),
 }
 

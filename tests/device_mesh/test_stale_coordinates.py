@@ -24,7 +24,7 @@ def _meshes() -> dict[str, DeviceMesh]:
     named = _Named("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=_AXES)
     return {
         "a root": mesh,
-        "made a second time": init_device_mesh(
+        "created a second time": init_device_mesh(
             "cpu", (2, 4), mesh_dim_names=_AXES, universe=mesh.universe
         ),
         "a slice": mesh["tp"],
@@ -51,7 +51,7 @@ def test_another_rank_gets_no_coordinate() -> None:
                 for ask in (mesh.get_coordinate, lambda mesh=mesh: mesh._sym_get_coordinate(0)):
                     with pytest.raises(RuntimeError, match="there is another one now"):
                         pytest.fail(f"{name} gave {ask()}")
-            with pytest.raises(RuntimeError, match="Make the mesh again"):
+            with pytest.raises(RuntimeError, match="Create the mesh again"):
                 meshes["a root"]["dp"].get_coordinate()
 
 
@@ -64,7 +64,7 @@ def test_another_rank_gets_no_ranks_of_a_part(read_before: bool) -> None:
             assert [part.mesh.tolist() for part in parts] == [[4, 5, 6, 7], [5, 7]]
     with fake_world(8, 2):
         for part in parts:
-            with pytest.raises(RuntimeError, match="Make the mesh again"):
+            with pytest.raises(RuntimeError, match="Create the mesh again"):
                 pytest.fail(f"gave {part.mesh.tolist()}")
         assert mesh.mesh.flatten().tolist() == list(range(8))  # of all ranks, whoever asks
     with fake_world(8, 5):
@@ -86,5 +86,5 @@ def test_a_rank_that_is_bound_anew_has_its_new_coordinate() -> None:
     with fake_world(8, 2):
         mesh.bind()
         assert mesh.get_coordinate() == (0, 2)
-    with fake_world(8, 5), pytest.raises(RuntimeError, match="Make the mesh again"):
+    with fake_world(8, 5), pytest.raises(RuntimeError, match="Create the mesh again"):
         mesh.get_coordinate()

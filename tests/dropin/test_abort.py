@@ -86,7 +86,7 @@ def _abort_while_the_peer_waits(folder: str, tag: str | None) -> bool:
     if rank == 0:
         dist.all_reduce(torch.zeros(1), group=mesh.get_group(), async_op=True)
         mesh.abort()
-        with pytest.raises(RuntimeError, match="Make the mesh again"):
+        with pytest.raises(RuntimeError, match="Create the mesh again"):
             mesh.get_group()
         turns.set("rank 0 aborted", "")
     else:  # raises if rank 0 waits for it

@@ -63,9 +63,9 @@ def test_splits_of_an_aborted_default_group_say_so(
                 if now == "without a world" and use.startswith("coordinate"):
                     assert message.startswith("gave ("), "what it was, as nobody has another"
                     continue
-                assert f"of 4 ranks that this mesh was made with is gone ({state} now" in message, (
-                    use
-                )
+                assert (
+                    f"of 4 ranks that this mesh was created with is gone ({state} now" in message
+                ), use
         assert seen["coordinate"] == divmod(3 - rank, 2)
         assert sum(map(sum, seen["again"].values())) == 4
 

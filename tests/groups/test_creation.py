@@ -42,7 +42,7 @@ def test_a_mesh_of_an_ended_world_gives_no_group_of_the_next() -> None:
         assert new.get_group("tp").group_name == list(old._dim_group_names)[1], "the names repeat"
         for use in (lambda: old.get_group("tp"), lambda: funcol.all_reduce(ones, "sum", (old, 1))):
             with pytest.raises(
-                RuntimeError, match=r"gone \(there is another one now\).*Make the mesh"
+                RuntimeError, match=r"gone \(there is another one now\).*Create the mesh"
             ):
                 use()
 
@@ -65,7 +65,7 @@ def test_groups_of_a_combined_mesh_end_with_their_universe(world) -> None:
     one, other = (init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES) for _ in range(2))
     joined = DeviceMesh._concatenate([one["dp"], other["tp"]])
     other.universe.destroy()
-    with pytest.raises(RuntimeError, match=r"was destroyed, by .*Make the mesh again"):
+    with pytest.raises(RuntimeError, match=r"was destroyed, by .*Create the mesh again"):
         joined.get_group("tp")
     assert joined.get_group("dp") is one.get_group("dp")
 

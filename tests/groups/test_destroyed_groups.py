@@ -65,7 +65,7 @@ def test_a_shared_group_is_gone_for_all_axes_that_share_it(use: str) -> None:
         "The process group of axis 'tp' or 'inner' with ranks [4, 5, 6, 7] was destroyed, by "
         "destroy_process_group(group). It was shared, so it is gone for all meshes and axes that "
         "requested it. "
-        "Make the mesh again, on all its ranks: a new mesh has a new group."
+        "Create the mesh again, on all its ranks: a new mesh has a new group."
     )
     assert name not in live_groups()
     assert mesh.get_group("dp") is view.get_group("outer")
@@ -150,8 +150,8 @@ def test_a_group_of_one_axis_alone_is_gone_as_in_torch() -> None:
             _USES[use](mesh)
         assert str(raised.value) == (
             "The process group of axis 'tp' with ranks [4, 5, 6, 7] was destroyed, by "
-            "destroy_process_group(group). Make the mesh again, on all its ranks: a new mesh has a "
-            "new group. To free all groups of a universe, call mesh.universe.destroy() instead."
+            "destroy_process_group(group). Create the mesh again, on all its ranks: a new mesh has "
+            "a new group. To free all groups of a universe, call mesh.universe.destroy() instead."
         )
     assert mesh.get_group("dp").size() == 2
 
@@ -217,7 +217,7 @@ def test_a_group_that_all_ranks_make_is_not_made_anew_in_its_universe(monkeypatc
     with groups_created(0):
         with pytest.raises(RuntimeError, match="a new mesh has a new group"):
             mesh.get_group("tp")
-        with pytest.raises(RuntimeError, match="Make the mesh without universe=, on all ranks"):
+        with pytest.raises(RuntimeError, match="Create the mesh without universe=, on all ranks"):
             _mesh(universe=mesh.universe)
     assert _mesh().get_group("tp").size() == 4
 

@@ -68,4 +68,4 @@ def test_use_after_the_ranks_have_changed_says_so(crew: Crew, tmp_path: Path) ->
         assert seen["before"] == ([1, 1], [1, 1])
         assert seen["rank"] == 1 - rank
         for message in seen["errors"]:
-            assert f"was made by rank {rank} of 2, which is rank {1 - rank} of 2 now" in message
+            assert f"was created by rank {rank} of 2, which is rank {1 - rank} of 2 now" in message

@@ -21,7 +21,7 @@ def fake_options(*, raises: bool = True, seconds: float | None = None) -> FakePr
 
 
 def raises(group: dist.ProcessGroup) -> bool:
-    """Whether a group was made with such options."""
+    """Whether a group was created with such options."""
     try:
         dist.all_reduce(torch.ones(1), group=group)
     except RuntimeError:

@@ -198,7 +198,7 @@ _REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
         ValueError,
         _NOT_A_RANK + "9223372036854775813 at position 1",
     ),
-    "outside the world": (lambda: torch.tensor([5, 8]), ValueError, "names rank 8"),
+    "outside the world": (lambda: torch.tensor([5, 8]), ValueError, "includes rank 8"),
     "empty": (lambda: torch.tensor([]), ValueError, r"at least one rank.*\(0,\)"),
     "none in a dimension": (lambda: torch.empty(2, 0), ValueError, r"at least one rank.*\(2, 0\)"),
 }

@@ -51,7 +51,7 @@ def test_a_mesh_on_some_ranks(world) -> None:
         ((0, 1, 2, 3), {"dp_size": 8}, r"dp_size=8 .* = 8, but there are 4 ranks"),
         ((0, 1, 2), {"tp_size": 2}, "tp_size=2 .*but there are 3 ranks"),
         ((0, 1, 1, 3), {}, "rank 1 stands at positions 1 and 2"),
-        ((0, 1, 2, 8), {}, "names rank 8, but the default process group has ranks 0 to 7"),
+        ((0, 1, 2, 8), {}, "includes rank 8, but the default process group has ranks 0 to 7"),
         ((0, -1), {}, "got -1 at position 1"),
         ((), {}, "there are 0 ranks"),
     ],

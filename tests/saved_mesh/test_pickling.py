@@ -170,8 +170,8 @@ def test_a_process_without_process_groups_loads_it(tmp_path: Path, world) -> Non
     assert out.splitlines() == [
         f"{mesh} (1, 1) {mesh.mesh.tolist()} [4, 5, 6, 7]",
         (
-            f"DeviceMesh process groups not initialized! {mesh} was made or loaded without them. "
-            "After init_process_group(), call mesh.bind() on all its ranks."
+            f"DeviceMesh process groups not initialized! {mesh} was created or loaded without them"
+            ". After init_process_group(), call mesh.bind() on all its ranks."
         ),
     ]
 

@@ -220,7 +220,7 @@ def test_another_number_of_ranks() -> None:
         assert mesh.mesh.numel() == 8
         with pytest.raises(RuntimeError, match=r"mesh\.bind\(\)"):
             mesh.get_group("tp")
-        with pytest.raises(ValueError, match="names rank 7"):
+        with pytest.raises(ValueError, match="includes rank 7"):
             mesh.bind()
 
 

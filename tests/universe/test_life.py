@@ -45,7 +45,9 @@ def test_a_stale_universe_makes_no_group(ask: str, alive: bool) -> None:
     with (
         fake_world(8, 5),
         groups_created(0),
-        pytest.raises(RuntimeError, match=r"there is another one.*Make the mesh again after init"),
+        pytest.raises(
+            RuntimeError, match=r"there is another one.*Create the mesh again after init"
+        ),
     ):
         _NEW_GROUPS[ask](mesh)
     assert len(held) == (3 if alive else 0)
@@ -66,7 +68,7 @@ def test_a_stale_group_is_not_given_out_though_the_worlds_store_is_held() -> Non
                 lambda mesh=mesh: mesh.get_group("dp"),
                 lambda mesh=mesh: mesh["dp"].get_group(),
             ):
-                with pytest.raises(RuntimeError, match=r"there is another one.*Make the mesh"):
+                with pytest.raises(RuntimeError, match=r"there is another one.*Create the mesh"):
                     use()
     assert (store, default_group) != (None, None)
 
@@ -77,7 +79,7 @@ def test_without_a_default_group_nothing_is_made() -> None:
     dist.destroy_process_group()
     for ask in ("flatten", "unflatten"):
         with pytest.raises(
-            RuntimeError, match=r"there is none now.*Make the mesh again after init"
+            RuntimeError, match=r"there is none now.*Create the mesh again after init"
         ):
             _NEW_GROUPS[ask](mesh)
 

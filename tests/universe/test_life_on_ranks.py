@@ -390,7 +390,7 @@ def test_use_after_destroy(crew: Crew) -> None:
     for errors in crew.run(_use_after_destroy, 4):
         assert len(errors) == 6
         assert all("was destroyed, and its process groups with it" in error for error in errors)
-        assert all("Make the mesh again" in error for error in errors)
+        assert all("Create the mesh again" in error for error in errors)
 
 
 def _use_after_destroy() -> list[str]:

@@ -399,7 +399,7 @@ _REASONS = {
     "own group": r"Identity.group is an ended process group that no mesh has: create it again",
     "given": r"was created by the program, which must create it again",
     "other meshes": r"only ranks 0, 2, 3 still hold meshes of the universe of ranks 0 to 3, num",
-    "made before": r"a mesh over ranks 0 to 3 was made in the new world already",
+    "made before": r"a mesh over ranks 0 to 3 was created in the new world already",
 }
 
 

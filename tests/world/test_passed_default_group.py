@@ -56,5 +56,5 @@ def test_a_world_ends_also_where_warnings_are_errors() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.unraisablehook", lambda _: None)
             _end(mesh, "axis")
-        with pytest.raises(RuntimeError, match="Make the mesh again"):
+        with pytest.raises(RuntimeError, match="Create the mesh again"):
             mesh.get_group("dp")

@@ -50,7 +50,7 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
         raise RuntimeError(
             f"Device type {device_type!r} is not available: this torch, {torch.__version__}, was "
             f"built without it, and cannot choose device {os.environ.get('LOCAL_RANK')} (the "
-            f"LOCAL_RANK of the launcher). Install a build of torch with {device_type!r}, or make "
+            f"LOCAL_RANK of the launcher). Install a build of torch with {device_type!r}, or create "
             "the mesh of 'cpu'."
         ) from error
     except ValueError as error:
@@ -276,7 +276,7 @@ def group_ranks_of(mesh: Any) -> list[list[int]]:
 
 
 def lacks_a_group(stock: Any, ranks: list[list[int]]) -> bool:
-    """Return whether a stock mesh was made with process groups, and one of them has ended.
+    """Return whether a stock mesh was created with process groups, and one of them has ended.
 
     A later world may have another group of the same name.
 

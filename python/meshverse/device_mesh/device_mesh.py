@@ -950,8 +950,8 @@ class DeviceMesh(StockDeviceMesh):
 
     def _refuse_groups(self) -> None:
         why = (
-            "was made or loaded without them. After init_process_group(), call mesh.bind() on all "
-            "its ranks."
+            "was created or loaded without them. After init_process_group(), call mesh.bind() on "
+            "all its ranks."
             if self._may_have_groups
             else "is for XLA, whose compiler communicates without process groups."
         )

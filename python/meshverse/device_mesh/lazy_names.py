@@ -62,7 +62,8 @@ def check_in_graph(name: str) -> None:
     elif find_group(name) is None:
         raise RuntimeError(
             f"The process group {name} of a mesh in a compiled function has ended, with its "
-            "universe or world. Make the mesh again, or call meshverse.revive() if the world ended."
+            "universe or world. Create the mesh again, or call meshverse.revive() if the world "
+            "ended."
         )
 
 

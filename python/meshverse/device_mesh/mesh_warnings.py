@@ -95,11 +95,11 @@ def register_root(mesh: DeviceMesh) -> None:
         logged.equal = True
     if universe.position == 0:
         _logger.warning(
-            "%s over %s was made a second time, on process groups of its own. As in torch, "
+            "%s over %s was created a second time, on process groups of its own. As in torch, "
             "DTensor's caches cannot distinguish equal meshes: a result computed from tensors on "
             "one may be on the other, and communicate in its process groups. To have both on the "
-            "same groups, make the second with universe=first.universe, or call meshverse.install("
-            "share='world') before (`meshverse run --share world`). To keep them separate, give "
+            "same groups, create the second with universe=first.universe, or call "
+            "meshverse.install(share='world') before (`meshverse run --share world`). To keep them separate, give "
             "the second isolate='some tag': meshes that are used at the same time need that. "
             "(Logged once.)",
             mesh,

@@ -207,6 +207,6 @@ def _check_world(parts: Mapping[str, Sequence[int]]) -> None:
     for name, ranks in parts.items():
         if world is not None and max(ranks) >= world.size:
             raise ValueError(
-                f"Part {name!r} of a partition names rank {max(ranks)}, but the default process "
+                f"Part {name!r} of a partition includes rank {max(ranks)}, but the default process "
                 f"group has ranks 0 to {world.size - 1}. Make the parts smaller, or the job larger."
             )

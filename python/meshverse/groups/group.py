@@ -356,14 +356,14 @@ class Group:
         if self.state is State.ENDED or self.is_foreign:
             return (
                 f"The {what} was destroyed, by destroy_process_group(group) or with the universe "
-                "that made it. Make the mesh again; if you pass existing groups or meshes, pass "
-                "ones that are not destroyed."
+                "that created it. Create the mesh again; if you pass existing groups or meshes, "
+                "pass ones that are not destroyed."
             )
         shared = ""
         if sum(sum(ref.requests.values()) for ref in self.refs.alive()) > 1:
             shared = " It was shared, so it is gone for all meshes and axes that requested it."
         return (
-            f"The {what} was destroyed, by destroy_process_group(group).{shared} Make the mesh "
+            f"The {what} was destroyed, by destroy_process_group(group).{shared} Create the mesh "
             "again, on all its ranks: a new mesh has a new group. To free all groups of a "
             "universe, call mesh.universe.destroy() instead."
         )

@@ -35,7 +35,7 @@ def isolate(tag: str) -> Iterator[None]:
 
     The block applies to its own thread or asynchronous task. The tags of nested blocks are joined:
     `isolate("a")` around `isolate("b")` is `isolate("a/b")`. All ranks of the groups must use the
-    same tags. Code that torch.compile traces is not isolated: make the meshes before. If a
+    same tags. Code that torch.compile traces is not isolated: create the meshes before. If a
     generator yields inside the block, the block also applies to the generator's caller until the
     generator resumes.
 

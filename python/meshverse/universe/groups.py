@@ -130,13 +130,13 @@ class UniverseGroups:
         if self.ended is not None:
             raise RuntimeError(
                 f"The universe of {self._rank_map} was {self.ended}, and its process groups with "
-                "it. Make the mesh again: init_device_mesh() without universe= creates a new "
+                "it. Create the mesh again: init_device_mesh() without universe= creates a new "
                 "universe."
             )
         _ = world.default_group  # raises if the world has ended
         if self._largest_rank >= world.size:
             raise ValueError(
-                f"A mesh over {self._rank_map} names rank {self._largest_rank}, but the default "
+                f"A mesh over {self._rank_map} includes rank {self._largest_rank}, but the default "
                 f"process group has ranks 0 to {world.size - 1}. Build the mesh from these ranks."
             )
 
@@ -422,7 +422,7 @@ class UniverseGroups:
                 raise RuntimeError(
                     f"The {known.group.in_words()} was destroyed, by destroy_process_group(group). "
                     "All ranks must create groups of this kind together, and ranks that still have "
-                    "theirs would not take part. Make the mesh without universe=, on all ranks."
+                    "theirs would not take part. Create the mesh without universe=, on all ranks."
                 )
             # A new mesh has a new group. Of several threads, one removes the old one.
             if self._by_axis.remove(axis, key, known):
@@ -659,7 +659,9 @@ class UniverseGroups:
             axis, options = f"axis {other.request.axis_name!r}", other.request.options
             if group is None or options.key != group.request.options.key:
                 return f"Not shared with {axis}, which has options {options.in_words()}"
-            return f"Not shared with {axis} of a mesh in another universe, made without universe="
+            return (
+                f"Not shared with {axis} of a mesh in another universe, created without universe="
+            )
         return "It is the first group of these ranks"
 
 

@@ -220,7 +220,7 @@ def _why_not(current: World, plan: _Plan) -> list[str]:
     problems = list(plan.problems)
     for universe in universes_not_ended():
         if universe.world is current and universe not in plan.universes:
-            new = f"a mesh over {universe.rank_map} was made in the new world already"
+            new = f"a mesh over {universe.rank_map} was created in the new world already"
             problems.append(f"{new}: end it with mesh.universe.destroy(), and delete it")
     for ref in (ref for universe in plan.universes for ref in universe.groups):
         if ref.group is not None:

@@ -467,7 +467,7 @@ class Universe:
         if all(mesh._has_groups for mesh in self.meshes):
             raise RuntimeError(
                 f"The meshes of this universe of {self.rank_map} have process groups already; "
-                "bind() is for meshes that were loaded or made without them."
+                "bind() is for meshes that were loaded or created without them."
             )
         if target.rank_map != self.rank_map:
             target = target.part(self.rank_map)

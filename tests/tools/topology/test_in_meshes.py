@@ -103,7 +103,7 @@ def test_a_topology_belongs_to_the_universe(world) -> None:
     universe = Universe(8)
     with pytest.raises(ValueError, match=re.escape("together with topology=")):
         init_device_mesh("cpu", (2, 4), topology=_IN_TURN, universe=universe)
-    with pytest.raises(ValueError, match="names rank 8, but the topology has ranks 0 to 7"):
+    with pytest.raises(ValueError, match="includes rank 8, but the topology has ranks 0 to 7"):
         Universe([1, 8], topology=_IN_TURN)
 
 

@@ -454,7 +454,7 @@ def _by_group_ranks(ranks: Tensor) -> Tensor:
     if len(torch.unique(shards)) < shards.numel():
         raise ValueError(
             f"The mesh {ranks.tolist()} has several ranks for one shard, because torch sorts the "
-            "ranks of groups. Each shard must have one rank: make the mesh with "
+            "ranks of groups. Each shard must have one rank: create the mesh with "
             "preserve_rank_order=True, or with meshverse.init_device_mesh(..., ranks=...)."
         )
     flat = torch.empty_like(ranks).flatten()

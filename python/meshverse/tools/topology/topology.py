@@ -219,7 +219,7 @@ class Topology:
         largest = rank_map.sorted().rank_at(rank_map.size - 1)
         if largest >= self.world_size:
             raise ValueError(
-                f"A mesh over {rank_map} names rank {largest}, but the topology has ranks 0 to "
+                f"A mesh over {rank_map} includes rank {largest}, but the topology has ranks 0 to "
                 f"{self.world_size - 1}: pass a topology of all ranks of the world."
             )
 
@@ -295,7 +295,7 @@ class Topology:
             mesh_shape: size of each axis.
             mesh_dim_names: names of the axes.
             traffic: traffic of a rank along each axis, relative to the other axes. An axis that is
-                not named counts 1. By default, each axis has 10 times the traffic of the axis
+                not named has weight 1. By default, each axis has 10 times the traffic of the axis
                 before it.
             factors: cost of one step that leaves a part of a level; 1 for each level that is not
                 named. Levels add up: a step that leaves a switch leaves a node as well.
