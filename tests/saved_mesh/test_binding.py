@@ -58,12 +58,13 @@ def test_a_decoupled_mesh_is_apart_until_it_is_bound() -> None:
 @pytest.mark.usefixtures("decoupled")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wherever_binding_was_interrupted_a_second_call_binds() -> None:
-    place, is_interrupted = 0, True
+    place, is_interrupted, kept = 0, True, []
     while is_interrupted:
         place += 1
         with fake_world(8, 3):
             mesh = _mesh()
             loaded, loaded_tp = _copy_of(mesh, mesh["tp"])
+            kept.append(loaded.universe)  # as a cycle of references would, until it is collected
             is_interrupted = is_interrupted_at(place, loaded.bind)
             for each in (loaded, loaded_tp):
                 if not each.has_groups:
@@ -72,6 +73,37 @@ def test_wherever_binding_was_interrupted_a_second_call_binds() -> None:
             assert loaded_tp.get_group() is mesh.get_group("tp"), place
             mesh.universe.destroy()
     assert place > 100
+
+
+@pytest.mark.usefixtures("decoupled")
+def test_a_universe_that_lost_its_meshes_is_not_found_again() -> None:
+    with fake_world(8, 3):
+        mesh = _mesh()
+        (loaded,) = _copy_of(mesh)
+        before = loaded.universe
+        loaded.bind()
+        again, again_tp = _copy_of(mesh, mesh["tp"])
+        assert again.universe is again_tp.universe is not before
+        assert not again.has_groups
+        assert again_tp._root() is again
+        assert again != mesh
+        again_tp.bind()
+        assert again == mesh
+        assert again_tp == mesh["tp"]
+
+
+def test_nor_is_it_after_the_world_that_its_meshes_went_to() -> None:
+    with fake_world(8, 3):
+        saved = pickle.dumps(_mesh())
+    loaded = pickle.loads(saved)
+    before = loaded.universe
+    assert pickle.loads(saved) is loaded
+    with fake_world(8, 3):
+        loaded.bind()
+    again = pickle.loads(saved)
+    assert again.universe is not before
+    assert again is not loaded
+    assert not again.has_groups
 
 
 @pytest.mark.parametrize("tag", [None, "mine"])

@@ -112,15 +112,16 @@ def _has_another_root(universe: Universe, saved: SavedState) -> bool:
 def _universe_without_groups_of(saved: SavedState) -> Universe:
     key = saved.rank_map, saved.serial, saved.rank, saved.decoupled
     universe = _without_groups.get(key)
-    if universe is None or _has_another_root(universe, saved):
+    if universe is None or universe.meshes.may_have_left or _has_another_root(universe, saved):
         universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
         universe.set_saved_serial(saved.serial)
         _without_groups[key] = universe
     return universe
 
 
-# The live universes without process groups, by the universe and rank that their meshes were saved
-# from. So meshes of one universe that one rank saved in several files are again in one universe.
+# The live universes that meshes are loaded into without process groups, by the universe and rank
+# that they were saved from. So meshes of one universe that one rank saved in several files are
+# again in one universe.
 _without_groups: weakref.WeakValueDictionary[tuple[RankMap, int, int, bool], Universe] = (
     weakref.WeakValueDictionary()
 )

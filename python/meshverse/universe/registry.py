@@ -134,7 +134,9 @@ def _live(rank_map: RankMap) -> list[Universe]:
     return [
         universe
         for universe in _universes.alive()
-        if universe.rank_map == rank_map and universe.world is world and not universe.is_over
+        if universe.rank_map == rank_map
+        and universe.world is world
+        and not (universe.is_over or universe.meshes.may_have_left)
     ]
 
 
