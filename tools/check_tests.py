@@ -13,22 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_LEAST_SECONDS = 30.0
-
 
 class Rule(NamedTuple):
     """A pattern of a line, and what to write instead.
 
     Attributes:
         name: what a comment that allows the line begins with.
-        pattern: pattern of the line. If it has a group, that is a number of seconds, of which at
-            least 30 are right.
+        pattern: pattern of the line. If it has a group, that is a number of seconds.
         cure: what is right.
+        least_seconds: from which number of seconds on a line is right.
     """
 
     name: str
     pattern: re.Pattern[str]
     cure: str
+    least_seconds: float = 30
 
 
 _RULES = (
@@ -41,6 +40,12 @@ _RULES = (
             r"|--timeout(?:=|[\"']?,? [\"']?)(\d[\d._]*)"
         ),
         "a timeout of at least 30 s, which elapses only if the test fails",
+    ),
+    Rule(
+        "short-test",
+        re.compile(r"\bmark\.timeout\((\d[\d._]*)\)"),
+        "600 s, which every test has: on a busy machine, imports alone can take minutes",
+        600,
     ),
     Rule(
         "sleep",
@@ -77,7 +82,7 @@ def findings(path: Path) -> Iterator[str]:
 def _breaks(rule: Rule, line: str) -> bool:
     for found in rule.pattern.finditer(line):
         seconds = next((float(number) for number in found.groups() if number), None)
-        if seconds is None or seconds < _LEAST_SECONDS:
+        if seconds is None or seconds < rule.least_seconds:
             return True
     return False
 

@@ -19,6 +19,7 @@ _BREAK = {
     "signal.setitimer(signal.ITIMER_REAL, 0.7)": "short-timeout",
     'start("dp=3", "--timeout", "3")': "short-timeout",
     'start("dp=3 --timeout=3.5")': "short-timeout",
+    "pytestmark = pytest.mark.timeout(200)": "short-test",
     "time.sleep(0.1)": "sleep",
     'program = "import time; time.sleep(1)"': "sleep",
     "assert time.monotonic() - start < LIMIT": "duration",
@@ -29,6 +30,7 @@ _BREAK = {
 _KEEP = (
     "timeout = timedelta(seconds=30)",
     "thread.join()",
+    "pytestmark = [COMPILES, pytest.mark.timeout(1200)]",
     "run(call, timeout=300)",
     "text = f'seconds={_SECONDS}'",
     'start("dp=3", "--timeout", "40")',

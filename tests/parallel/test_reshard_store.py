@@ -13,7 +13,7 @@ from helpers.crew import Crew
 from meshverse import init_device_mesh
 from meshverse.parallel import Reshard, redistribute
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.processes
 
 _LONG = timedelta(seconds=60)
 

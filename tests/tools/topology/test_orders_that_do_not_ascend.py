@@ -34,8 +34,6 @@ from meshverse.parallel import (
     redistribute,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 _NAMES = ("replicas", "shards", "tp")
 _PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
