@@ -307,6 +307,39 @@ def test_a_nameless_mesh_has_no_derived_meshes() -> None:
         DeviceMesh.concatenate([mesh])
 
 
+@pytest.mark.parametrize("derive", [DeviceMesh.flatten, DeviceMesh._flatten])
+def test_a_flattened_axis_is_named_by_a_string(derive) -> None:
+    mesh = _init(OURS)
+    with pytest.raises(
+        TypeError, match=r"mesh_dim_name=3 of type int: .* Leave it out for 'dp_tp'"
+    ):
+        derive(mesh, 3)
+    universe = mesh.universe
+    assert "dp_tp" in mesh.flatten()._mesh_dim_names
+    assert str(universe.explain())
+    assert str(universe.draw())
+    assert len(universe.warm_up()) == 3
+
+
+def test_names_of_axes_are_a_list() -> None:
+    mesh = _init(OURS)
+    with pytest.raises(TypeError, match=r"axis_names='tp' is a string: .* \['tp'\]"):
+        mesh.universe.warm_up("tp")
+    with pytest.raises(TypeError, match="axis_names='tp' is a string"):
+        mesh.universe.suspend("tp")
+
+
+def test_lazy_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="lazy='no' of type str: pass True or False"):
+        _init(OURS, lazy="no")
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_universe_has_ranks(size: int) -> None:
+    with pytest.raises(ValueError, match=f"A mesh of {size} ranks: it needs at least one"):
+        Universe(size)
+
+
 # --- nothing is left behind ----------------------------------------------------------------------
 
 

@@ -309,6 +309,47 @@ def test_a_receive_right_after_one_that_was_reported_is_reported_too(crew: Crew)
         )
 
 
+def _waits_behind_another() -> list[tuple[str, str]]:
+    """Get stuck on rank 0 behind rank 1, which waits for rank 2; return level and text, by line."""
+    rank, tensor = dist.get_rank(), torch.zeros(1)
+    logger = logging.getLogger("meshverse.hang.watch")
+    before, found = logger.level, []
+    lines = _logged()
+    lines.emit = lambda record: found.append((record.levelname, record.getMessage()))
+    logger.setLevel(logging.INFO)
+    store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=SECONDS)
+    watch = meshverse.watch(3, on_stuck=lambda hang: store.set(f"reported {rank}", "x"))
+    behind, late = dist.new_group([0, 1]), dist.new_group([1, 2])
+    if rank == 0:  # stuck for as long as rank 1 is, so that this is no other hang
+        store.wait(["reported 1"], timeout)
+    if rank == 2:
+        store.wait(["reported 0"], timeout)
+    if rank > 0:
+        dist.all_reduce(tensor, group=late)
+    if rank < 2:
+        dist.all_reduce(tensor, group=behind)
+    if rank == 0:
+        wait_until(lambda: any("no longer stuck" in text for _, text in found))
+        store.set("ended", "x")
+    else:  # in no collective: that would be stuck
+        store.wait(["ended"], timeout)
+    assert watch is not None
+    watch.stop()
+    logger.setLevel(before)
+    logger.removeHandler(lines)
+    dist.barrier()
+    return [(level, text.partition("\n")[0]) for level, text in found]
+
+
+@pytest.mark.long
+def test_the_end_of_a_hangs_consequence_is_logged_as_the_consequence_was(crew: Crew) -> None:
+    first, *_ = crew.run(_waits_behind_another, world_size=3)
+    (level, stuck), (after, ended) = first
+    assert stuck == "Rank 0: A collective is stuck."
+    assert ended.startswith("Rank 0: all_reduce number 1 on ")
+    assert (level, after) == ("INFO", "INFO")
+
+
 def _unrecorded(library: Path) -> list[str]:
     """Get stuck in a group of a backend that records nothing, as NCCL before its communicator."""
     lines, rank = _logged(), dist.get_rank()

@@ -50,8 +50,8 @@ def set_up_device(mesh: StockDeviceMesh) -> None:
         raise RuntimeError(
             f"Device type {device_type!r} is not available: this torch, {torch.__version__}, was "
             f"built without it, and cannot choose device {os.environ.get('LOCAL_RANK')} (the "
-            f"LOCAL_RANK of the launcher). Install a build of torch with {device_type!r}, or create "
-            "the mesh of 'cpu'."
+            f"LOCAL_RANK of the launcher). Install a build of torch with {device_type!r}, or "
+            "create the mesh of 'cpu'."
         ) from error
     except ValueError as error:
         if "environment variable" not in str(error):

@@ -45,7 +45,9 @@ _log = logging.getLogger(__name__)
 _VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"
 _CURE = (
     "All ranks of a mesh must create and derive the same meshes in the same order, with the same\n"
-    f"options. Fix the program and restart it. ({_VARIABLE}=0 turns this comparison off.)"
+    "options. Either of these two ranks may be the wrong one, or be one call ahead. Ranks that\n"
+    "create no more groups raise no error: end the job on all ranks, and fix the program.\n"
+    f"({_VARIABLE}=0 turns this comparison off.)"
 )
 _REMOVED_TOGETHER = 32  # calls whose keys are removed at once
 _DISAGREE = "!"  # the mark; stored in place of a call's description

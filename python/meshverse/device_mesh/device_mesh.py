@@ -674,11 +674,17 @@ class DeviceMesh(StockDeviceMesh):
 
         Raises:
             RuntimeError: this mesh has no axis names.
+            TypeError: the new name is no string.
             ValueError: an axis of the root mesh, or another flattened axis, has this name.
         """
         if not self._mesh_dim_names:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
         name = mesh_dim_name or "_".join(self._mesh_dim_names)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"mesh_dim_name={name!r} of type {type(name).__name__}: the name of an axis is a "
+                f"string. Leave it out for {'_'.join(self._mesh_dim_names)!r}."
+            )
         block, tags = current_tag(), self._description.tags
         if block or tags or isolate is not None:
             tag = merge_tags(

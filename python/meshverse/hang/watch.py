@@ -250,12 +250,12 @@ class _Reported(NamedTuple):
     Attributes:
         what: the call and its group, in words.
         since: time of the call, in seconds since the epoch.
-        is_reporter: whether this rank is the reporter.
+        level: level at which this rank has logged the report; None if another rank reports.
     """
 
     what: str
     since: float
-    is_reporter: bool
+    level: int | None
 
 
 class _WatchedWorld:
@@ -371,11 +371,13 @@ class _WatchedWorld:
             if _identity(call) not in self._reported:
                 reporters[group] = alarm.claim(group, record)
                 what = _in_words(call, record)
-                self._reported[_identity(call)] = _Reported(what, call.since, reporters[group])
+                self._reported[_identity(call)] = _Reported(what, call.since, None)
         for group, is_reporter in reporters.items():
             if is_reporter:
                 self._own_keys.append((now, alarm.verdict_key(group, record)))
-                self._report(alarm, group, record, pause, is_over)
+                level = self._report(alarm, group, record, pause, is_over)
+                identity = _identity(mine[group])
+                self._reported[identity] = self._reported[identity]._replace(level=level)
         if self._on_stuck is not None:
             self._awaited |= {
                 alarm.verdict_key(group, record): now + _SECONDS_TO_KEEP
@@ -393,8 +395,12 @@ class _WatchedWorld:
 
     def _report(
         self, alarm: Alarm, group: str, record: RankRecord, pause: float, is_over: threading.Event
-    ) -> None:
-        """Log the verdict on a group, for all its ranks, and write it to the store."""
+    ) -> int | None:
+        """Log the verdict on a group, for all its ranks, and write it to the store.
+
+        Returns:
+            The level at which it was logged; None if the call has ended meanwhile.
+        """
         deadline = time.monotonic() + pause + _LONGEST_SECONDS_TO_ANSWER
         while True:
             records = alarm.collect(group, record)
@@ -402,11 +408,11 @@ class _WatchedWorld:
             if all(rank in records for rank in ranks) or time.monotonic() > deadline:
                 break
             if is_over.wait(_SECONDS_TO_ANSWER):
-                return
+                return None
         stuck = find_stuck(records, self._has_waited)
         own = next((one for one in stuck if one.group == group), None)
-        if own is None:  # the call has ended meanwhile
-            return
+        if own is None:
+            return None
         # Pairs of ranks in a group may be stuck for different causes.
         about = [own, *(one for one in stuck if one is not own and _goes_with(one, own))]
         find_skips(about, stuck, alarm.history)
@@ -420,6 +426,7 @@ class _WatchedWorld:
         level = logging.ERROR if is_cause else logging.INFO
         _log.log(level, "Rank %d: A collective is stuck.\n%s", self.world.rank, text)
         self._call(Hang(text, data, True))
+        return level
 
     def _pass_on_verdicts(self, store: StoreKeys) -> None:
         """Call `on_stuck` with the verdicts that other ranks have logged since the last look."""
@@ -444,7 +451,8 @@ class _WatchedWorld:
         found = find_stuck({self.world.rank: record}, self._is_stuck)
         formatter = ReportFormatter(live_coordinates, NoRecord.NO_STORE)
         for call in new:
-            self._reported[_identity(call)] = _Reported(_in_words(call, record), call.since, True)
+            what = _in_words(call, record)
+            self._reported[_identity(call)] = _Reported(what, call.since, logging.ERROR)
         text = formatter.text(found)
         _log.error(
             "Rank %d: A collective is stuck, and ranks cannot exchange where they are: %s.\n%s",
@@ -469,8 +477,9 @@ class _WatchedWorld:
             if identity in pending:
                 continue
             del self._reported[identity]
-            if reported.is_reporter:
-                _log.warning(
+            if reported.level is not None:
+                _log.log(
+                    min(reported.level, logging.WARNING),
                     "Rank %d: %s is no longer stuck, %.0f s after it was called: it completed, or "
                     "its process group ended.",
                     self.world.rank,

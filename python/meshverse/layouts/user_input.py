@@ -173,6 +173,8 @@ def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
         size = int(ranks)
         if size > LARGEST_RANK + 1:
             raise ValueError(f"A mesh of {size} ranks: ranks run from 0 to {LARGEST_RANK} at most.")
+        if size < 1:
+            raise ValueError(f"A mesh of {size} ranks: it needs at least one.")
         return RankMap.identity(size)
     is_list = hasattr(ranks, "__getitem__") or hasattr(ranks, "__array__")
     if not is_list or isinstance(ranks, (str, bytes, Mapping)) or getattr(ranks, "ndim", 1) == 0:

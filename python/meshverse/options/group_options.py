@@ -77,7 +77,8 @@ def normalize_override(value: Any) -> Override:
         raise TypeError(
             f"Invalid backend override {value!r} of type {type(value).__name__}: expected a "
             "backend name, an options object such as ProcessGroupNCCL.Options, or a (name, "
-            "options) pair."
+            "options) pair. To set one axis's timeout, pass an options object with its _timeout "
+            "set."
         )
     if pair[0] is not None:
         check_backend(pair[0])
@@ -175,7 +176,8 @@ def check_timeout(timeout: timedelta) -> None:
     if not isinstance(timeout, timedelta):
         raise TypeError(
             f"timeout={timeout!r} of type {type(timeout).__name__}: give a datetime.timedelta, "
-            "such as timedelta(minutes=5)."
+            "such as timedelta(minutes=5). One axis's timeout is that of its options object in "
+            "backend_override=."
         )
     if timeout <= timedelta(0):
         raise ValueError(f"timeout={timeout}: a timeout must be longer than zero.")

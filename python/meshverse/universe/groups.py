@@ -137,7 +137,8 @@ class UniverseGroups:
         if self._largest_rank >= world.size:
             raise ValueError(
                 f"A mesh over {self._rank_map} includes rank {self._largest_rank}, but the default "
-                f"process group has ranks 0 to {world.size - 1}. Build the mesh from these ranks."
+                f"process group has ranks 0 to {world.size - 1}. Create the mesh over some of "
+                "those, or start the job with more ranks."
             )
 
     def why_ended(self) -> str:

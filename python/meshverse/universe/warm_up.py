@@ -94,7 +94,12 @@ def in_one_order(
 
     Raises:
         KeyError: no group was requested by one of the names.
+        TypeError: `axis_names` is a string.
     """
+    if isinstance(axis_names, str):
+        raise TypeError(
+            f"axis_names={axis_names!r} is a string: pass a list of names, [{axis_names!r}]."
+        )
     pairs = [(ref, groups) for groups in all_groups for ref in groups]
     known = {name for ref, _ in pairs for name in list(ref.requests)}
     wanted = known if axis_names is None else set(axis_names)

@@ -129,10 +129,15 @@ class _Report(WorldState):
                 "overlap."
             )
         if queues := shared_group_conflicts(explanations):
-            lines += ["Axes that share a process group, whose collectives run one after the other:"]
+            lines.append(
+                "Axes that share a process group, which slows down only steps that overlap their "
+                "collectives:"
+            )
             lines += [f"  {line}" for line in queues]
-            lines += ["To let two of them overlap, give one an isolate tag."]
-            if any(group.threads for each in explanations for group in each.groups):
+            lines += [
+                "To let two of them overlap, create one inside `with meshverse.isolate(tag):`."
+            ]
+            if any(len(group.threads) > 1 for each in explanations for group in each.groups):
                 lines[-1] += f" Calls: of the last {recorder_size():,} on this rank."
         lines = [part for line in lines for part in paragraph(line, "  ")]
         if self._explains:

@@ -45,7 +45,8 @@ def shared_group_conflicts(explanations: Iterable[Explanation]) -> list[str]:
     shared.sort(key=lambda group: -len(group.threads))
     lines = []
     for group in shared:
-        by = f", called by {threads_in_words(group.threads)}" if group.threads else ""
+        several = len(group.threads) > 1
+        by = f", called by {threads_in_words(group.threads)}" if several else ""
         names = " and ".join(axes[group.name or ""])
         lines.append(f"{names} (ranks {rank_list(group.ranks)}){by}")
     left_out = len(lines) - _SHOWN
