@@ -44,8 +44,8 @@ _RULES = (
     Rule(
         "short-test",
         re.compile(r"\bmark\.timeout\((\d[\d._]*)\)"),
-        "600 s, which every test has: on a busy machine, imports alone can take minutes",
-        600,
+        "what every test has: on a busy machine, imports alone can take minutes",
+        1800,
     ),
     Rule(
         "sleep",

@@ -25,13 +25,12 @@ import torch.distributed as dist
 
 import meshverse
 from helpers.crew import Crew
-from helpers.forked import Forked
+from helpers.forked import SECONDS, Forked
 from helpers.pages import ROOT, Program, blocks_of, pages, programs_of
 from helpers.turns import wait_until
 from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import fake_world
 
-_SCRIPT_SECONDS = 500  # of a script in all its processes, which import torch under torchrun
 _SITE_COLUMNS = 90  # of a code block on the site, in a browser's window of 1280 pixels and more
 _FAKE = re.compile(r"fake (\d+)(?:, rank (\d+))?")
 
@@ -87,7 +86,7 @@ def run_under_torchrun(program: Program, processes: int, folder: Path) -> Ended:
         [*command, str(_script_of(program, folder))],
         capture_output=True,
         text=True,
-        timeout=_SCRIPT_SECONDS,
+        timeout=SECONDS,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=folder,
         check=False,
@@ -114,7 +113,7 @@ def run_as_under_torchrun(program: Program, processes: int, folder: Path) -> End
         own = {"RANK": rank, "LOCAL_RANK": rank, **shared}
         variables = {name: str(value) for name, value in own.items()}
         ranks.append(Forked([script], env={**os.environ, **variables}, cwd=folder))
-    ended = [rank.communicate(_SCRIPT_SECONDS) for rank in ranks]
+    ended = [rank.communicate(SECONDS) for rank in ranks]
     said = [err for _, _, err in ended]
     codes = [code for code, _, _ in ended]
     failed = f"exit codes {codes}\n" + "\n".join(said) if any(codes) else ""
@@ -260,7 +259,6 @@ def endings() -> dict[tuple[str, ...], list[Ended]]:
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(_SCRIPT_SECONDS + 60)
 @_of_kind("torchrun")
 def test_a_script_for_torchrun(program: Program, tmp_path: Path) -> None:
     if "transformers" in program.source:

@@ -29,7 +29,7 @@ from helpers.training import TOLERANCE, batch, make_model, tensor_parallel
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 
-pytestmark = [*COMPILES, needs_one_graph, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [*COMPILES, needs_one_graph, pytest.mark.long]
 
 _Program = tuple[Callable[..., Any], tuple[Any, ...]]
 _AXES = ("dp", "tp")
@@ -156,7 +156,7 @@ _FOUND, _NOT_FOUND = Counted(2, 0), Counted(0, 2)  # each of the two caches coun
 @pytest.mark.parametrize("name", in_tiers(_DTENSORS, list(_DTENSORS)[:1], []))
 def test_four_ranks_run_what_one_compiled(crew: Crew, name: str, tmp_path: Path) -> None:
     artifacts = _compiled_ahead(lambda: _run(name, _mesh()))
-    answers = crew.run(_run_from, 4, artifacts, name, True, str(tmp_path), timeout=500)
+    answers = crew.run(_run_from, 4, artifacts, name, True, str(tmp_path))
     assert answers == [(True, _FOUND)] * 4
 
 
@@ -176,9 +176,9 @@ def _run_again(folder: str) -> tuple[Tensor, Counted]:
 
 def test_the_next_run_of_a_job_finds_its_graphs_by_the_names_of_its_groups(crew: Crew) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        first = crew.run(_run_again, 4, folder, timeout=500)
+        first = crew.run(_run_again, 4, folder)
         crew.stop()
-        again = crew.run(_run_again, 4, folder, timeout=500)
+        again = crew.run(_run_again, 4, folder)
     assert [counted for _, counted in first] == [_NOT_FOUND] * 4
     assert [counted for _, counted in again] == [_FOUND] * 4
     assert all(a[0].equal(b[0]) for a, b in zip(first, again, strict=True))
@@ -260,7 +260,7 @@ def _on_what_rank_0_compiled(run: _OnMesh, folder: str) -> tuple[bool, Counted]:
 
 @pytest.mark.parametrize("run", [_group_sum, _losses])
 def test_what_one_of_the_ranks_compiled(crew: Crew, run: _OnMesh, tmp_path: Path) -> None:
-    answers = crew.run(_on_what_rank_0_compiled, 4, run, str(tmp_path), timeout=500)
+    answers = crew.run(_on_what_rank_0_compiled, 4, run, str(tmp_path))
     for is_right, counted in answers:
         assert is_right
         assert counted.hits > 0

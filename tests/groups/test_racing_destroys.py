@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from helpers.forked import SECONDS
 from helpers.worlds import fake_world
 from meshverse import Universe, init_device_mesh
 from meshverse.universe.groups import UniverseGroups
-
-_WAIT_SECONDS = 120
 
 
 def _derive(mesh: Any) -> Any:
@@ -32,7 +31,7 @@ class _SlowerRemoves:
     def remove(self, *arguments: Any) -> Any:
         if self._first.acquire(blocking=False):
             self.is_there.set()
-            assert self.may_go.wait(_WAIT_SECONDS)
+            assert self.may_go.wait(SECONDS)
         return self._cache.remove(*arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -47,12 +46,12 @@ def test_of_two_threads_that_replace_a_destroyed_group_the_slower_uses_the_new_o
         cache = mesh.universe.groups._by_axis = _SlowerRemoves(mesh.universe.groups._by_axis)
         with ThreadPoolExecutor() as threads:
             slow = threads.submit(_derive, mesh)
-            assert cache.is_there.wait(_WAIT_SECONDS)
+            assert cache.is_there.wait(SECONDS)
             try:
-                fast = threads.submit(_derive, mesh).result(_WAIT_SECONDS)
+                fast = threads.submit(_derive, mesh).result(SECONDS)
             finally:
                 cache.may_go.set()
-            assert slow.result(_WAIT_SECONDS) is fast is not old
+            assert slow.result(SECONDS) is fast is not old
         assert _derive(mesh) is fast
         names = [use.name for use in mesh.universe.groups]
         assert len(names) == len(set(names))
@@ -101,5 +100,5 @@ def test_threads_that_derive_and_destroy_get_a_group_or_an_error_that_says_so() 
         known = re.compile("was destroyed|changed size|Invalid process group")
         with ThreadPoolExecutor(6) as threads:
             for done in [threads.submit(work, number) for number in range(6)]:
-                assert all(map(known.search, done.result(_WAIT_SECONDS)))
+                assert all(map(known.search, done.result(SECONDS)))
         universe.destroy()

@@ -12,7 +12,6 @@ __all__ = ["ON_GPU", "at"]
 _NO_GPU = why_no_gpu()
 ON_GPU = (
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(_NO_GPU is not None, reason=_NO_GPU or ""),
 )
 

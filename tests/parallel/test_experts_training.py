@@ -298,7 +298,7 @@ def test_training_goes_on_after_all_groups_have_ended(
 ) -> None:
     ranks, sizes = MESHES[name]
     arguments = (sizes, compiles, n_sleeps, str(tmp_path))
-    for undisturbed, slept in crew.run(train_with_sleeps, ranks, *arguments, timeout=300):
+    for undisturbed, slept in crew.run(train_with_sleeps, ranks, *arguments):
         assert slept == undisturbed
         assert len({str(each) for each in slept}) == n_sleeps + 1
 

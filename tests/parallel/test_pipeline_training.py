@@ -150,11 +150,10 @@ def compare_case(sizes: dict[str, int], keywords: dict[str, Any]) -> dict[str, f
 _SHORT = ("pp 2 of 2 x tp 2, tied",)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", in_tiers(CASES, _SHORT, [*CASES][::3]))
 def test_a_pipeline_trains_as_one_process_does(crew: Crew, name: str) -> None:
     ranks, sizes, keywords = CASES[name]
-    for errors in crew.run(compare_case, ranks, sizes, keywords, timeout=300):
+    for errors in crew.run(compare_case, ranks, sizes, keywords):
         assert max(errors.values()) < BOUND, errors
 
 
@@ -200,6 +199,6 @@ def test_a_compiled_pipeline_goes_on_after_all_groups_have_ended(
     crew: Crew, tmp_path: Path, virtual: int
 ) -> None:
     arguments = (str(tmp_path), virtual)
-    for undisturbed, slept in crew.run(_undisturbed_and_slept, 4, *arguments, timeout=300):
+    for undisturbed, slept in crew.run(_undisturbed_and_slept, 4, *arguments):
         assert slept == undisturbed
         assert len({str(each) for each in slept}) > 4

@@ -27,7 +27,7 @@ from helpers.turns import wait_until
 from meshverse import DeviceMesh, Topology, init_device_mesh
 from meshverse.parallel import Reshard, redistribute
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.processes
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
 
@@ -416,7 +416,7 @@ def _many_runs() -> tuple[int, int, int]:
 
 @pytest.mark.long
 def test_many_runs_leave_nothing(crew: Crew) -> None:
-    for more in crew.run(_many_runs, 2, timeout=300):
+    for more in crew.run(_many_runs, 2):
         # 50 runs of each kind lie between the counts. What gloo's threads, or that of the last
         # run, may still hold at a count are a few objects.
         assert max(more) < 50, more

@@ -22,7 +22,7 @@ from meshverse import init_device_mesh
 from meshverse.parallel import Reshard, redistribute
 from meshverse.parallel.reshard import exchange as exchange_module
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(700)]
+pytestmark = pytest.mark.processes
 
 _SOON = timedelta(seconds=4)  # short-timeout: it must elapse
 _LONG = timedelta(seconds=60)

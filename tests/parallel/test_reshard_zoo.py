@@ -26,7 +26,7 @@ from meshverse import DeviceMesh, init_device_mesh
 from meshverse.parallel import Reshard
 from meshverse.parallel.reshard.exchange import Exchange
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.processes
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -226,7 +226,7 @@ def _compiled() -> None:
 
 @pytest.mark.long
 def test_moves_in_what_is_compiled(crew: Crew) -> None:
-    crew.run(_compiled, 2, timeout=300)
+    crew.run(_compiled, 2)
 
 
 def _in_threads() -> None:
@@ -250,7 +250,7 @@ def _in_threads() -> None:
 
 
 def test_moves_in_threads(crew: Crew) -> None:
-    crew.run(_in_threads, 2, timeout=300)
+    crew.run(_in_threads, 2)
 
 
 def _in_the_middle_of_a_run() -> tuple[list[str], int]:
@@ -302,7 +302,7 @@ def _in_the_middle_of_a_run() -> tuple[list[str], int]:
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_handler_or_a_fork_in_the_middle_of_a_move_raises(crew: Crew) -> None:
-    for seen, status in crew.run(_in_the_middle_of_a_run, 2, timeout=300):
+    for seen, status in crew.run(_in_the_middle_of_a_run, 2):
         assert len(seen) == 1
         assert "still under way" in seen[0]
         assert status == 7
@@ -351,7 +351,7 @@ def _meshes(every: int) -> None:
 # Of 9 * 9 pairs, each fourth has every mesh as a source and as a target.
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_meshes_of_all_kinds(crew: Crew, every: int) -> None:
-    crew.run(_meshes, 4, every, timeout=300)
+    crew.run(_meshes, 4, every)
 
 
 def _in_detail() -> None:
@@ -366,7 +366,7 @@ def _in_detail() -> None:
 
 @pytest.mark.long
 def test_with_torchs_checks_of_collectives(crew: Crew) -> None:
-    crew.run(_in_detail, 4, timeout=300)
+    crew.run(_in_detail, 4)
 
 
 class _Mixture(nn.Module):
@@ -511,7 +511,7 @@ def _closed_at_once(n_moves: int) -> None:
 @pytest.mark.parametrize("n_moves", [30, pytest.param(100, marks=pytest.mark.long)])
 def test_moves_that_are_closed_and_never_run(crew: Crew, n_moves: int) -> None:
     """No rank ends the group of one while others still connect."""
-    crew.run(_closed_at_once, 2, n_moves, timeout=300)
+    crew.run(_closed_at_once, 2, n_moves)
 
 
 def _alone() -> None:

@@ -42,12 +42,10 @@ from meshverse.parallel.models.packed_sequences import (
     restore_is_packed_sequence,
 )
 
-pytestmark = pytest.mark.timeout(1200)
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
     reason="transformers is not installed: pip install transformers",
 )
-_SECONDS = 600  # for a program: imports of transformers by all processes, on a busy machine
 _FULL_PRECISION = MixedPrecisionPolicy()
 
 _ON_FOUR: dict[str, dict[str, int]] = {
@@ -118,13 +116,13 @@ _SHORT = ("cp x dp-llama",)
 @pytest.mark.parametrize("case", in_tiers(_CASES, short=_SHORT, long=[*_CASES][::7]))
 def test_shapes_equal_one_process(crew, case) -> None:
     ranks, sizes, family = _CASES[case]
-    results = crew.run(_train_sharded, ranks, family, sizes, {}, timeout=_SECONDS)
+    results = crew.run(_train_sharded, ranks, family, sizes, {})
     _check_equals_one_process(results, family)
 
 
 @needs_transformers
 def test_tensor_parallelism_alone_equals_one_process(crew) -> None:
-    results = crew.run(_train_sharded, 2, "llama", {"tp_size": 2}, {}, timeout=_SECONDS)
+    results = crew.run(_train_sharded, 2, "llama", {"tp_size": 2}, {})
     _check_equals_one_process(results, "llama")
 
 
@@ -148,7 +146,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     ("ranks", "sizes"), [(2, {}), pytest.param(4, {"tp_size": 2}, marks=pytest.mark.sweep)]
 )
 def test_settings_change_no_result(crew, name, ranks, sizes) -> None:
-    results = crew.run(_train_sharded, ranks, "llama", sizes, _SETTINGS[name], timeout=_SECONDS)
+    results = crew.run(_train_sharded, ranks, "llama", sizes, _SETTINGS[name])
     _check_equals_one_process(results, "llama")
 
 
@@ -157,7 +155,7 @@ def test_settings_change_no_result(crew, name, ranks, sizes) -> None:
 def test_sequence_parallelism_changes_no_result(crew) -> None:
     path = "meshverse.parallel.llama_tp_plan"
     changed = {"sequence_parallel": True, "tp_plan": path}
-    results = crew.run(_train_sharded, 4, "llama", {"tp_size": 2}, changed, timeout=_SECONDS)
+    results = crew.run(_train_sharded, 4, "llama", {"tp_size": 2}, changed)
     _check_equals_one_process(results, "llama")
 
 
@@ -167,7 +165,7 @@ def test_sequence_parallelism_changes_no_result(crew) -> None:
 @needs_transformers
 def test_checkpointed_layers_run_again_in_backward(crew) -> None:
     for mode, runs in ((False, 1), ("full", 2)):
-        assert crew.run(_count_runs, 2, mode, timeout=_SECONDS) == [runs] * 2
+        assert crew.run(_count_runs, 2, mode) == [runs] * 2
 
 
 def _count_runs(mode: Any) -> int:
@@ -185,7 +183,7 @@ def test_default_precision_is_bf16_with_fp32_weights(crew) -> None:
     model = make_model()
     expected = train(model)
     exact = model(input_ids=batch(0)).logits.detach()
-    for dtypes, losses, logits in crew.run(_train_in_default_precision, 4, timeout=_SECONDS):
+    for dtypes, losses, logits in crew.run(_train_in_default_precision, 4):
         assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32"]
         # Logits are sums of 32 numbers in bf16, whose eps is 1/128: see `rounding`. Rounding them
         # alone is off by a tenth of eps and more. Losses are about 4, and logits below 1 in size:
@@ -221,7 +219,7 @@ def _train_in_default_precision() -> Any:
     ],
 )
 def test_compiled_layers_train_alike(crew, kernels, family, sizes, changed) -> None:
-    results = crew.run(_train_compiled, 2, kernels, family, sizes, changed, timeout=_SECONDS)
+    results = crew.run(_train_compiled, 2, kernels, family, sizes, changed)
     _check_equals_one_process(results, family)
 
 
@@ -256,7 +254,7 @@ def test_each_layer_is_compiled_in_place_if_asked() -> None:
 def test_unsharded_for_inference(crew) -> None:
     with torch.no_grad():
         expected = make_model()(input_ids=batch(0)).logits.numpy()
-    for during, later, logits, after in crew.run(_infer_unsharded, 4, timeout=_SECONDS):
+    for during, later, logits, after in crew.run(_infer_unsharded, 4):
         assert during == [False]
         assert later == [False, True]  # a forward leaves its layers sharded
         assert after == [True]
@@ -296,7 +294,7 @@ def test_saved_on_one_shape_and_loaded_on_another(crew, tmp_path, saved, loaded)
     train(model)
     expected = train(model, steps=range(STEPS, STEPS + 1))
     folder = str(tmp_path / "checkpoint")
-    results = crew.run(_save_and_load, 4, folder, saved, loaded, timeout=_SECONDS)
+    results = crew.run(_save_and_load, 4, folder, saved, loaded)
     for losses in results:
         assert losses == pytest.approx(expected, rel=BOUND)
 

@@ -40,11 +40,7 @@ needs_package = pytest.mark.skipif(
     reason="megatron-fsdp is not installed: pip install megatron-fsdp",
 )
 # What the package says when it is imported.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Transformer Engine and Apex"),
-    pytest.mark.timeout(600),
-]
-_IMPORT_SECONDS = 300  # the package's import on a busy machine, and a test
+pytestmark = pytest.mark.filterwarnings("ignore:Transformer Engine and Apex")
 _WIDTH, _BATCH, _STEPS = 8, 8, 3
 # The loss is a mean over all features of a batch. Five layers and as many operations between them
 # are gone through forward and backward in each step.
@@ -144,7 +140,7 @@ def test_training_equals_one_process(crew, stage) -> None:
     alone = Model()
     expected = _train(alone, _optimizer(alone))
     assert expected[-1] < expected[0]
-    shares = crew.run(_train_sharded, 2, {"zero_dp_strategy": stage}, timeout=_IMPORT_SECONDS)
+    shares = crew.run(_train_sharded, 2, {"zero_dp_strategy": stage})
     assert torch.tensor(shares).sum(0).tolist() == pytest.approx(expected, rel=_BOUND)
 
 
@@ -153,9 +149,7 @@ def test_training_equals_one_process(crew, stage) -> None:
 def test_context_parallelism_shards_too(crew) -> None:
     alone = Model()
     expected = _train(alone, _optimizer(alone))
-    shares = crew.run(
-        _train_sharded, 4, {"activation_checkpointing": True}, 2, timeout=_IMPORT_SECONDS
-    )
+    shares = crew.run(_train_sharded, 4, {"activation_checkpointing": True}, 2)
     assert torch.tensor(shares).sum(0).tolist() == pytest.approx(expected, rel=_BOUND)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from helpers.crew import Crew
 from meshverse.parallel import FSDP2Config, FSDP2Manager, ParallelismSizes, create_device_meshes
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.processes
 _WIDTH, _LENGTHS = 16, (6, 10, 7, 6)
 _SECONDS = 1000  # compiles kernels of three lengths, on a busy machine
 _BOUND = rounding(torch.float32, terms=4 * _WIDTH, steps=12)

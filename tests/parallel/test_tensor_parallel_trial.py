@@ -507,7 +507,7 @@ def all_errors() -> dict[str, float]:
 
 
 def test_modules_equal_one_process(crew: Crew) -> None:
-    for errors in crew.run(all_errors, 2, timeout=300):
+    for errors in crew.run(all_errors, 2):
         assert len({name.partition(":")[0] for name in errors}) == len(EQUAL)
         assert max(errors.values()) < BOUND, max(errors, key=lambda name: errors[name])
 
