@@ -96,7 +96,7 @@ def test_a_number_of_ranks(world) -> None:
     for number, error, message in (
         (True, TypeError, "but got True"),
         (2**31 + 1, ValueError, "2147483649 ranks"),
-        (0, ValueError, "size 0"),
+        (0, ValueError, "A mesh of 0 ranks"),
     ):
         with pytest.raises(error, match=message):
             Universe(number)
