@@ -106,6 +106,19 @@ def test_nor_is_it_after_the_world_that_its_meshes_went_to() -> None:
     assert not again.has_groups
 
 
+def test_a_new_mesh_of_a_universe_whose_root_was_bound_elsewhere_is_the_root() -> None:
+    with fake_world(8, 3):
+        bare = DeviceMesh("cpu", list(range(8)), mesh_dim_names=("all",), _init_backend=False)
+        left, target = bare.universe, _mesh().universe
+        bare.bind(target)
+        assert left.root is None
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("a", "b"), universe=left)
+        assert mesh._root() is left.root is mesh
+        flat = mesh.flatten("flat")
+        assert mesh.get_group("flat") is flat.get_group()
+        assert flat._root() is mesh
+
+
 @pytest.mark.parametrize("tag", [None, "mine"])
 def test_a_mesh_that_could_not_be_bound_can_be(
     monkeypatch: pytest.MonkeyPatch, tag: str | None

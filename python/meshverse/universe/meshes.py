@@ -41,8 +41,8 @@ class UniverseMeshes:
         stores_coordinates: whether meshes store this rank's coordinate. False if this process may
             get another rank.
         world_has_ended: whether the world has ended that gave this process its rank.
-        may_have_left: whether meshes were moved to another universe, all or some of them. The root
-            may be one of these.
+        may_have_left: whether meshes were moved to another universe, all or some of them. If that
+            was interrupted, the root may be one of these.
         has_plain_names: whether a mesh's list of group names for torch is a plain `list` while all
             its groups are live. If not, it is a `GroupNames`, which checks each use of a group.
     """
@@ -109,6 +109,8 @@ class UniverseMeshes:
         for key, mesh in sorted(bare, key=lambda pair: str(pair[1]._description)):
             mesh._move_to(target)
             del self._interned[key]
+            if mesh is self.root and target.meshes is not self:
+                self.root = None
 
     def use_checked_group_names(self) -> None:
         """Put all names of groups into lists that check each use, for good."""
