@@ -43,7 +43,7 @@ _RULES = (
     ),
     Rule(
         "short-test",
-        re.compile(r"\bmark\.timeout\((\d[\d._]*)\)"),
+        re.compile(r"\bmark\.timeout\((?:timeout=)?(\d[\d._]*)[,)]"),
         "what every test has: on a busy machine, imports alone can take minutes",
         1800,
     ),

@@ -329,11 +329,6 @@ def test_names_of_axes_are_a_list() -> None:
         mesh.universe.suspend("tp")
 
 
-def test_lazy_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="lazy='no' of type str: pass True or False"):
-        _init(OURS, lazy="no")
-
-
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_universe_has_ranks(size: int) -> None:
     with pytest.raises(ValueError, match=f"A mesh of {size} ranks: it needs at least one"):

@@ -173,7 +173,7 @@ if __name__ == "__main__":
     by_processes = AsyncCheckpointerType.PROCESS
     future = dcp.async_save(
         state, checkpoint_id=sys.argv[1], async_checkpointer_type=by_processes)
-    future.result(timeout=400)
+    future.result()
     dist.barrier()
     line = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     loaded = {name: distribute_tensor(torch.zeros(5, 6), line, [Shard(0)]) for name in state}
@@ -197,7 +197,7 @@ def test_saved_by_processes_of_their_own(tmp_path: Path) -> None:
         [sys.executable, *launch, *arguments],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=SECONDS,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr

@@ -40,5 +40,7 @@ def world(way: str, tmp_path: Path, request: pytest.FixtureRequest) -> World:
 @pytest.fixture
 def run(world: World, crews: dict[str, Crew]) -> Callable[..., list[Any]]:
     """Runs a program on so many ranks of this platform; gives what it returned, by rank."""
-    crew, seconds = crews[world.platform], SECONDS * PLATFORMS[world.platform].slowness
+    crew = crews[world.platform]
+    # Less than the 1,800 s of a test, so that a hang says where each rank is.
+    seconds = min(SECONDS * PLATFORMS[world.platform].slowness, 1500)
     return lambda program, size, *given: crew.run(program, size, *given, timeout=seconds)

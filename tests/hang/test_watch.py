@@ -27,6 +27,7 @@ from helpers.forked import SECONDS
 from helpers.turns import wait_until
 from helpers.worlds import fake_world
 from meshverse._torch_compat.flight_recorder import FrameWait, wait_of_frame
+from meshverse.hang import watch as watch_module
 from meshverse.hang.live import Alarm, _add_unrecorded, _add_wait
 from meshverse.hang.records import Call, GroupSeen, RankRecord
 from meshverse.hang.verdicts import find_stuck
@@ -318,6 +319,8 @@ def _waits_behind_another() -> list[tuple[str, str]]:
     lines.emit = lambda record: found.append((record.levelname, record.getMessage()))
     logger.setLevel(logging.INFO)
     store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=SECONDS)
+    answers = watch_module._LONGEST_SECONDS_TO_ANSWER
+    watch_module._LONGEST_SECONDS_TO_ANSWER = SECONDS  # however late rank 1 answers, it is heard
     watch = meshverse.watch(3, on_stuck=lambda hang: store.set(f"reported {rank}", "x"))
     behind, late = dist.new_group([0, 1]), dist.new_group([1, 2])
     if rank == 0:  # stuck for as long as rank 1 is, so that this is no other hang
@@ -335,6 +338,7 @@ def _waits_behind_another() -> list[tuple[str, str]]:
         store.wait(["ended"], timeout)
     assert watch is not None
     watch.stop()
+    watch_module._LONGEST_SECONDS_TO_ANSWER = answers
     logger.setLevel(before)
     logger.removeHandler(lines)
     dist.barrier()

@@ -25,7 +25,7 @@ from helpers import jitter
 from helpers.forked import CONTEXT, SECONDS
 
 WORLD_TIMEOUT_SECONDS = 120  # of the default group's operations; longer than a busy machine takes
-_START_SECONDS = 180
+_START_SECONDS = SECONDS
 _LEAVE_SECONDS = 60
 _GRACE_SECONDS = 3  # for other ranks to tell what went wrong, once one has
 

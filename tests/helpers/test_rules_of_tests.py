@@ -30,7 +30,7 @@ _BREAK = {
 _KEEP = (
     "timeout = timedelta(seconds=30)",
     "thread.join()",
-    "pytestmark = [COMPILES, pytest.mark.timeout(1200)]",
+    "pytestmark = [COMPILES, pytest.mark.timeout(3600)]",
     "run(call, timeout=300)",
     "text = f'seconds={_SECONDS}'",
     'start("dp=3", "--timeout", "40")',

@@ -53,7 +53,7 @@ from transformers import AutoModelForCausalLM
 from wrapped_models import WithValueHead
 
 _JOB = Path(__file__).with_name("checkpoint_job.py")
-_SECONDS = 3600  # for a job that reads or writes a gigabyte, on a busy machine
+_SECONDS = 1500  # for a job that reads or writes a gigabyte, on a busy machine
 _BESIDES = 1 << 18  # bytes of headers, and of what ranks say to each other
 _BUFFERS = 1 << 27  # a buffer of 64 MiB, and what the allocator keeps
 

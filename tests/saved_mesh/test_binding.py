@@ -76,14 +76,15 @@ def test_wherever_binding_was_interrupted_a_second_call_binds() -> None:
 
 
 @pytest.mark.usefixtures("decoupled")
-def test_a_universe_that_lost_its_meshes_is_not_found_again() -> None:
+def test_a_load_after_a_universe_lost_its_meshes_gives_new_ones() -> None:
     with fake_world(8, 3):
         mesh = _mesh()
         (loaded,) = _copy_of(mesh)
-        before = loaded.universe
+        before = loaded.universe  # stays
         loaded.bind()
         again, again_tp = _copy_of(mesh, mesh["tp"])
-        assert again.universe is again_tp.universe is not before
+        assert before.root is again or before.root is None
+        assert again.universe is again_tp.universe is not mesh.universe
         assert not again.has_groups
         assert again_tp._root() is again
         assert again != mesh
@@ -92,7 +93,7 @@ def test_a_universe_that_lost_its_meshes_is_not_found_again() -> None:
         assert again_tp == mesh["tp"]
 
 
-def test_nor_is_it_after_the_world_that_its_meshes_went_to() -> None:
+def test_so_does_a_load_after_the_world_that_its_meshes_went_to() -> None:
     with fake_world(8, 3):
         saved = pickle.dumps(_mesh())
     loaded = pickle.loads(saved)
@@ -101,9 +102,36 @@ def test_nor_is_it_after_the_world_that_its_meshes_went_to() -> None:
     with fake_world(8, 3):
         loaded.bind()
     again = pickle.loads(saved)
-    assert again.universe is not before
+    assert before.root is again or before.root is None
     assert again is not loaded
+    assert again._root() is again
     assert not again.has_groups
+
+
+def test_a_universe_with_groups_is_found_after_a_mesh_without_any_left_it() -> None:
+    with fake_world(8, 3):
+        state = pickle.dumps(_mesh().unflatten("tp", (2, 2), ("a", "b"))["a"])
+    with fake_world(8, 3):
+        mesh, other = _mesh(), _mesh()
+        loaded = pickle.loads(state)
+        assert loaded.universe is mesh.universe
+        assert not loaded.has_groups
+        loaded.bind(other.universe)
+        assert pickle.loads(pickle.dumps(mesh)) is mesh
+
+
+def test_a_failed_bind_leaves_the_universe_to_later_loads() -> None:
+    with fake_world(8, 3):
+        mesh = _mesh()
+        states = pickle.dumps(mesh), pickle.dumps(mesh["tp"])
+    loaded = pickle.loads(states[0])
+    with fake_world(4, 3), pytest.raises(ValueError, match="includes rank 7"):
+        loaded.bind()
+    loaded_tp = pickle.loads(states[1])
+    assert loaded_tp.universe is loaded.universe
+    with fake_world(8, 3):
+        loaded.bind()
+        assert loaded_tp.has_groups
 
 
 def test_a_new_mesh_of_a_universe_whose_root_was_bound_elsewhere_is_the_root() -> None:
@@ -117,6 +145,7 @@ def test_a_new_mesh_of_a_universe_whose_root_was_bound_elsewhere_is_the_root() -
         flat = mesh.flatten("flat")
         assert mesh.get_group("flat") is flat.get_group()
         assert flat._root() is mesh
+        assert pickle.loads(pickle.dumps(mesh)) is mesh
 
 
 @pytest.mark.parametrize("tag", [None, "mine"])

@@ -680,11 +680,6 @@ class DeviceMesh(StockDeviceMesh):
         if not self._mesh_dim_names:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
         name = mesh_dim_name or "_".join(self._mesh_dim_names)
-        if not isinstance(name, str):
-            raise TypeError(
-                f"mesh_dim_name={name!r} of type {type(name).__name__}: the name of an axis is a "
-                f"string. Leave it out for {'_'.join(self._mesh_dim_names)!r}."
-            )
         block, tags = current_tag(), self._description.tags
         if block or tags or isolate is not None:
             tag = merge_tags(
@@ -717,6 +712,11 @@ class DeviceMesh(StockDeviceMesh):
         return made if FLATTENING_GIVES_MESH else None
 
     def _flattened_under(self, tag: str, name: str, backend_override: Override) -> DeviceMesh:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"mesh_dim_name={name!r} of type {type(name).__name__}: the name of an axis is a "
+                f"string. Leave it out for {'_'.join(self._mesh_dim_names or ())!r}."
+            )
         if self.ndim == 1 and name in (self._mesh_dim_names or ()):
             return self._derive_under((tag,), self._description, self._names_of_groups)
         axis, universe, root = self._description.layout.collapse(), self._universe, self._root()

@@ -350,7 +350,7 @@ class Group:
             left = f"[{rank_list(dist.get_process_group_ranks(shrunk))}]"
             return (
                 f"The {what} was shrunk by shrink_group() to ranks {left}, in a new group, in "
-                "which their group ranks may differ. Make a mesh of the ranks that are left: "
+                "which their group ranks may differ. Create a mesh of the ranks that are left: "
                 "init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
             )
         if self.state is State.ENDED or self.is_foreign:

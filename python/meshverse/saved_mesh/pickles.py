@@ -99,9 +99,14 @@ def _has_another_root(universe: Universe, saved: SavedState) -> bool:
     """Whether a universe has another root than a saved mesh.
 
     Different programs may give different universes the same number, as may one program without
-    process groups.
+    process groups. And an interrupted `bind()` may have left meshes here that are in another
+    universe already.
     """
     root = universe.root
+    if any(
+        mesh is not None and mesh._universe is not universe for mesh in (root, *universe.meshes)
+    ):
+        return True
     if saved.root is None or not isinstance(root, DeviceMesh):
         return False
     description = saved.root.description
@@ -112,7 +117,7 @@ def _has_another_root(universe: Universe, saved: SavedState) -> bool:
 def _universe_without_groups_of(saved: SavedState) -> Universe:
     key = saved.rank_map, saved.serial, saved.rank, saved.decoupled
     universe = _without_groups.get(key)
-    if universe is None or universe.meshes.may_have_left or _has_another_root(universe, saved):
+    if universe is None or _has_another_root(universe, saved):
         universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
         universe.set_saved_serial(saved.serial)
         _without_groups[key] = universe

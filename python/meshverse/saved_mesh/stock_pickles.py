@@ -137,6 +137,6 @@ def _leave_without_groups(mesh: StockDeviceMesh, state: dict[str, Any]) -> None:
 def _refuse() -> None:
     raise RuntimeError(
         "This mesh was saved by torch's own DeviceMesh, and this process does not have its process "
-        "groups, which the file names by numbers of the program that saved it. Make a mesh of the "
-        "same ranks and axes with init_device_mesh() and load again, or use to_local()."
+        "groups, which the file names by numbers of the program that saved it. Create a mesh of "
+        "the same ranks and axes with init_device_mesh() and load again, or use to_local()."
     )

@@ -41,8 +41,6 @@ class UniverseMeshes:
         stores_coordinates: whether meshes store this rank's coordinate. False if this process may
             get another rank.
         world_has_ended: whether the world has ended that gave this process its rank.
-        may_have_left: whether meshes were moved to another universe, all or some of them. If that
-            was interrupted, the root may be one of these.
         has_plain_names: whether a mesh's list of group names for torch is a plain `list` while all
             its groups are live. If not, it is a `GroupNames`, which checks each use of a group.
     """
@@ -51,7 +49,7 @@ class UniverseMeshes:
         self.root: DeviceMesh | None = None
         self.stores_coordinates, self.has_plain_names = stores_coordinates, has_plain_names
         self._may_store_coordinates = stores_coordinates
-        self.world_has_ended = self.may_have_left = False
+        self.world_has_ended = False
         self._interned: dict[Hashable, DeviceMesh] = {}
         self._others: WeakRegistry[DeviceMesh] = WeakRegistry()  # meshes that are not interned
         # Axis name -> axis layout -> its index in the mesh. For root meshes created after the
@@ -104,7 +102,6 @@ class UniverseMeshes:
 
         They move in the same order on all ranks, in whatever order each rank loaded them.
         """
-        self.may_have_left |= target.meshes is not self  # first: a move may be interrupted
         bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh._has_groups]
         for key, mesh in sorted(bare, key=lambda pair: str(pair[1]._description)):
             mesh._move_to(target)

@@ -134,9 +134,7 @@ def _live(rank_map: RankMap) -> list[Universe]:
     return [
         universe
         for universe in _universes.alive()
-        if universe.rank_map == rank_map
-        and universe.world is world
-        and not (universe.is_over or universe.meshes.may_have_left)
+        if universe.rank_map == rank_map and universe.world is world and not universe.is_over
     ]
 
 

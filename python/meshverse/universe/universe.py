@@ -88,8 +88,7 @@ class Universe:
     Raises:
         ValueError: ranks repeat, are negative or are not in the topology; or the timeout is not
             positive.
-        TypeError: the timeout is not a timedelta, `options` is not an options object, or `lazy` is
-            not a bool.
+        TypeError: the timeout is not a timedelta, or `options` is not an options object.
     """
 
     def __init__(
@@ -107,8 +106,6 @@ class Universe:
     ) -> None:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
         self.size = self.rank_map.size
-        if not isinstance(lazy, bool):
-            raise TypeError(f"lazy={lazy!r} of type {type(lazy).__name__}: pass True or False.")
         self.world = None if decoupled else World.current()
         # Meshes are equal only if their universes' tokens are. Each decoupled one has its own.
         self.token = object() if decoupled else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -63,9 +62,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # NCCL reads it when a group is created: a timeout then raises, instead of ending the process.
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-
     from meshverse.tools.doctor import NotAllHereError, examine
     from meshverse.tools.doctor.membership import report_once
 
@@ -90,6 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
             timeout=timedelta(seconds=arguments.timeout),
             large_bytes=max(int(arguments.megabytes * 2**20), 1),
             report=report,
+            own_process=True,
         )
     except NotAllHereError:  # one rank has reported it
         return 1

@@ -38,14 +38,13 @@ def examine(
     timeout: timedelta = timedelta(seconds=60),
     large_bytes: int = 16 << 20,
     report: Report | None = None,
+    own_process: bool = False,
 ) -> Examination:
     """Check the ranks of a job, and the process groups that the job's views need.
 
     All ranks of the job must call this before `init_process_group`, each in a process started by
     torchrun or by another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It
-    creates a default process group and destroys it at the end. With NCCL, start the processes with
-    TORCH_NCCL_BLOCKING_WAIT=1, which `meshverse doctor` sets by itself: otherwise NCCL's watchdog
-    ends a process after a timeout, and it reports nothing.
+    creates a default process group and destroys it at the end.
 
     Args:
         views: views as for `meshverse.tools.planner.plan`, over all ranks of the job. By default,
@@ -56,6 +55,9 @@ def examine(
         report: function that one rank calls with the `Examination`, or with the `NotAllHereError`
             that all ranks raise. The others wait until it has returned (at most about 30 seconds
             and the timeout), so it can print before a launcher such as torchrun ends all ranks.
+        own_process: whether this process does nothing else. With NCCL, its environment then gets
+            `TORCH_NCCL_BLOCKING_WAIT=1`, if unset, so that a timeout raises. By default, NCCL's
+            watchdog ends the process after a timeout, before it can report.
 
     Returns:
         The examination, the same on all ranks.
@@ -89,7 +91,8 @@ def examine(
         raise
     with membership.heartbeat():
         measured = membership.gather(
-            "measured", _Examiner(planned, membership, timeout).measure(large_bytes)
+            "measured",
+            _Examiner(planned, membership, timeout, own_process).measure(large_bytes),
         )
         found = None if measured is None else judge(planned, measured)
         if found is not None:
@@ -152,10 +155,14 @@ class _Examiner:
         planned: plan of the groups to create.
         membership: membership of the job, which records the steps.
         timeout: how long to wait for another rank.
+        own_process: as for `examine`.
     """
 
-    def __init__(self, planned: Plan, membership: Membership, timeout: timedelta) -> None:
+    def __init__(
+        self, planned: Plan, membership: Membership, timeout: timedelta, own_process: bool
+    ) -> None:
         self._plan, self._membership, self._timeout = planned, membership, timeout
+        self._own_process = own_process
         self._host = socket.gethostname()
 
     def measure(self, large_bytes: int) -> dict[str, Any]:
@@ -169,6 +176,8 @@ class _Examiner:
             "environment": environment_report(),
             "store_seconds": _store_seconds(self._membership.store, rank),
         }
+        if self._own_process and "nccl" in self._plan.backend:  # what was reported is the user's
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         with _own_device(self._plan.backend) as device:
             try:
                 with self._step("the start of the default process group", everybody):
