@@ -101,8 +101,7 @@ def register_root(mesh: DeviceMesh) -> None:
             "same groups, create the second with universe=first.universe, or call "
             "meshverse.install(share='world') before (`meshverse run --share world`). To keep them "
             "separate, give the second isolate='some tag': meshes that are used at the same time "
-            "need that. "
-            "(Logged once.)",
+            "need that. (Logged once.)",
             mesh,
             universe.rank_map,
         )

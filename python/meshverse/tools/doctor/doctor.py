@@ -56,8 +56,8 @@ def examine(
             that all ranks raise. The others wait until it has returned (at most about 30 seconds
             and the timeout), so it can print before a launcher such as torchrun ends all ranks.
         own_process: whether this process does nothing else. With NCCL, its environment then gets
-            `TORCH_NCCL_BLOCKING_WAIT=1`, if unset, so that a timeout raises. By default, NCCL's
-            watchdog ends the process after a timeout, before it can report.
+            `TORCH_NCCL_BLOCKING_WAIT=1`, if unset: a timeout should then raise, instead of ending
+            the process before it can report. (In torch 2.11, it did not when it was tried.)
 
     Returns:
         The examination, the same on all ranks.
