@@ -68,8 +68,14 @@ def test_pictures_are_written_beside_the_data(tmp_path, capsys) -> None:
 
 
 def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path, capsys) -> None:
-    assert main(["plan", "dp=4", "--svg", str(tmp_path / "nowhere" / "plan.svg")]) == 2
-    assert "No such file or directory" in capsys.readouterr().err
+    picture = tmp_path / "nowhere" / "plan.svg"
+    assert main(["plan", "dp=4", "--svg", str(picture)]) == 2
+    assert capsys.readouterr().err == f"meshverse: {picture}: No such file or directory\n"
+
+
+def test_a_misspelt_backend_is_pointed_out(capsys) -> None:
+    assert main(["plan", "dp=4", "--backend", "ncll"]) == 0
+    assert "for backend ncll. Did you mean 'nccl'?" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import py_compile
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ class Own: pass
 assert __main__.Own is Own and pickle.loads(pickle.dumps(Own)) is Own
 print(__name__, __file__, __package__, None if __spec__ is None else __spec__.name, __doc__)
 print(sys.argv, sys.path[0], sorted(name for name in globals() if not name.startswith("__")))
+print(type(__builtins__))
 """
 
 _TRAINS = r"""
@@ -214,9 +216,35 @@ def test_a_program_ends_as_without(ending: str, tmp_path: Path) -> None:
     assert ending != "an interrupt" or done.returncode == -signal.SIGINT
 
 
+_PACKAGES = {
+    "an error": "from . import settings",
+    "a missing import": "import no_such_package",
+    "a missing file": "open('nowhere')",
+}
+
+
+@pytest.mark.parametrize("module", in_tiers(["mine", "mine.train"], ["mine.train"]))
+@pytest.mark.parametrize("code", in_tiers(_PACKAGES, ["a missing file"]))
+def test_a_package_that_cannot_be_imported_shows_its_own_error(
+    code: str, module: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text(_PACKAGES[code])
+    (package / "settings.py").write_text("int('x')")
+    (package / "__main__.py").touch()
+    (package / "train.py").touch()
+    alone = _run("-m", module, cwd=tmp_path)
+    done = _run("-m", "meshverse", "run", "-m", module, cwd=tmp_path)
+    assert done.returncode == alone.returncode == 1
+    of_package = alone.stderr[alone.stderr.index(f'  File "{package}') :]
+    assert done.stderr == f"Traceback (most recent call last):\n{of_package}"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "kind", in_tiers(["script", "module", "package", "folder", "archive", "link"], ["script"])
+    "kind",
+    in_tiers(["script", "module", "package", "folder", "archive", "link", "compiled"], ["script"]),
 )
 @pytest.mark.parametrize("safe", in_tiers(["", "1"], [""], []))
 def test_a_program_sees_itself_as_without(kind: str, safe: str, tmp_path: Path) -> None:
@@ -234,6 +262,7 @@ def test_a_program_sees_itself_as_without(kind: str, safe: str, tmp_path: Path) 
         "folder": ["package"],
         "archive": ["archive.zip"],
         "link": ["package/link.py"],
+        "compiled": [py_compile.compile(str(tmp_path / "script.py"), str(tmp_path / "script.pyc"))],
     }[kind]
     given = {"PYTHONSAFEPATH": safe, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     given["PYTHONPATH"] += f"{os.pathsep}{tmp_path}" * bool(safe)
@@ -285,8 +314,10 @@ def test_ranks_that_run_without_it_are_pointed_out_to_those_with_it(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere.py"], "No such file or directory: 'nowhere.py'"),
+        (["nowhere.py"], "meshverse: nowhere.py: No such file or directory"),
         (["-m", "nowhere.at_all"], "No module named 'nowhere.at_all' was found to run"),
+        (["-m", "meshverse.nowhere"], "No module named 'meshverse.nowhere' with Python code"),
+        (["-m", "json.nowhere.at_all"], "No module named 'json.nowhere.at_all' was found to run"),
         (["-m", "meshverse.tools.planner"], "No module named 'meshverse.tools.planner.__main__'"),
         (["-m", "torch.distributed.run", "x.py"], "torchrun ... -m meshverse run train.py"),
         (["/usr/bin/torchrun", "x.py"], "torchrun ... -m meshverse run train.py"),

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 for success, 1 if a check failed, 2 if the command could not run.
     """
-    status: int | Callable[[], None] = 0
+    status: int | Callable[[], int] = 0
     try:
         try:
             status = _run(sys.argv[1:] if arguments is None else arguments)
@@ -43,16 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
-        lines = "\n".join(map(printable, str(error).splitlines()))
-        print(f"meshverse: {lines}", file=sys.stderr)  # noqa: T201
-        return 2
-    if callable(status):  # the user's program, whose errors pass through
-        status()
-        return 0
-    return status
+        return refuse(error)
+    # The user's program is called, as its errors pass through.
+    return status() if callable(status) else status
 
 
-def _run(arguments: Sequence[str]) -> int | Callable[[], None]:
+def refuse(error: Exception) -> int:
+    """Print why a command could not run; return its exit status."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        # As in other commands: "train.py: No such file or directory".
+        text = f"{error.filename}: {error.strerror}"
+    lines = "\n".join(map(printable, text.splitlines()))
+    print(f"meshverse: {lines}", file=sys.stderr)  # noqa: T201
+    return 2
+
+
+def _run(arguments: Sequence[str]) -> int | Callable[[], int]:
     name = next((word for word in arguments if not word.startswith("-")), None)
     if name is not None and name not in _COMMANDS:
         raise ValueError(
@@ -69,7 +76,7 @@ def _run(arguments: Sequence[str]) -> int | Callable[[], None]:
     if not hasattr(given, "run"):
         parser.print_help()
         return 2
-    status: int | Callable[[], None] = given.run(given)
+    status: int | Callable[[], int] = given.run(given)
     return status
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import importlib
 import importlib.util
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -24,6 +26,10 @@ _LAUNCHERS = {
     "deepspeed": "deepspeed --module meshverse run train.py",
     "deepspeed.launcher.runner": "deepspeed --module meshverse run train.py",
 }
+
+
+class NoProgramError(ValueError):
+    """There is no such module, or it has no Python code."""
 
 
 class Program:
@@ -48,6 +54,7 @@ class Program:
             )
         self._name, self._arguments = name, list(arguments)
         self._main = ModuleType("__main__")
+        self._main.__dict__["__builtins__"] = builtins  # `exec` would set it to a dictionary
         self._code: CodeType | None = None
         self._find: Callable[[], CodeType]
         self._is_archive = False
@@ -67,8 +74,9 @@ class Program:
         """Load the program as `__main__`, with its arguments, and its folder first on `sys.path`.
 
         Raises:
-            ValueError: there is no such module, or it has no Python code.
+            NoProgramError: there is no such module, or it has no Python code.
             SyntaxError: the program is not valid Python.
+            Whatever a package raises that is imported to find the module.
         """
         sys.argv[:] = [self._name, *self._arguments]
         # `sys.path` begins with the folder of `meshverse run`, except under -I, -P, PYTHONSAFEPATH.
@@ -103,8 +111,12 @@ class Program:
         def show(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            while trace is not None and trace.tb_frame.f_globals is not vars(self._main):
+            frames = list[TracebackType]()
+            while trace is not None:
+                frames.append(trace)
                 trace = trace.tb_next
+            of_program = (one for one in frames if one.tb_frame.f_globals is vars(self._main))
+            trace = next(of_program, None) or _after_ours(frames)
             hook(kind, error.with_traceback(trace), trace)
 
         return show
@@ -113,38 +125,71 @@ class Program:
 
     def _load_script(self) -> CodeType:
         path = os.path.abspath(self._name)
-        loader = SourceFileLoader("__main__", path)
+        kind = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+        loader = kind("__main__", path)
         self._main.__file__, self._main.__loader__ = path, loader
         self._main.__dict__["__cached__"] = None
-        return loader.source_to_code(loader.get_data(path), path)
+        if isinstance(loader, SourceFileLoader):
+            return loader.source_to_code(loader.get_data(path), path)
+        code = loader.get_code("__main__")
+        assert code is not None
+        return code
 
     def _load_archive(self) -> CodeType:
         return self._load_from(PathFinder.find_spec("__main__", [self._folder]), "__main__")
 
     def _load_module(self) -> CodeType:
         name = self._name
-        try:
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.submodule_search_locations is not None:
-                name += ".__main__"
-                spec = importlib.util.find_spec(name)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"No module named {self._name!r} was found to run: {type(error).__name__}: {error}"
-            ) from error
+        self._import_package(name.rpartition(".")[0])
+        spec = self._find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            self._import_package(name)
+            name += ".__main__"
+            spec = self._find_spec(name)
         code = self._load_from(spec, name)
         sys.argv[0] = self._main.__file__ or name
         return code
+
+    def _import_package(self, name: str) -> None:
+        """Import a package of the program, whose own errors pass through, as with `python -m`."""
+        parents = [name[:end] for end, char in enumerate(f"{name}.") if char == "."]
+        try:
+            if name:
+                importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name not in parents:  # the package itself imports what is missing
+                raise
+            raise self._not_found(error) from error
+
+    def _find_spec(self, name: str) -> ModuleSpec | None:
+        try:
+            return importlib.util.find_spec(name)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise self._not_found(error) from error
+
+    def _not_found(self, error: Exception) -> NoProgramError:
+        return NoProgramError(
+            f"No module named {self._name!r} was found to run: {type(error).__name__}: {error}"
+        )
 
     def _load_from(self, spec: ModuleSpec | None, name: str) -> CodeType:
         get_code = getattr(None if spec is None else spec.loader, "get_code", None)
         code: CodeType | None = None if get_code is None else get_code(name)
         if spec is None or code is None:
-            raise ValueError(f"No module named {name!r} with Python code was found to run.")
+            raise NoProgramError(f"No module named {name!r} with Python code was found to run.")
         self._main.__file__, self._main.__loader__ = spec.origin, spec.loader
         self._main.__package__, self._main.__spec__ = spec.parent, spec
         self._main.__dict__["__cached__"] = spec.cached
         return code
+
+
+def _after_ours(frames: Sequence[TracebackType]) -> TracebackType | None:
+    """Return the first frame of a package that could not be imported, after ours; or None."""
+    files = [one.tb_frame.f_code.co_filename for one in frames]
+    start = len(files) - files[::-1].index(__file__) if __file__ in files else 0
+    left = (index for index in range(start, len(files)) if "importlib" not in files[index])
+    first = next(left, None)
+    return None if first is None else frames[first]
 
 
 def _has_main(path: str) -> bool:

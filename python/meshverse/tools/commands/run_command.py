@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from .program import Program
+from .main import refuse
+from .program import NoProgramError, Program
 
 _EXAMPLES = """\
 examples:
@@ -49,7 +50,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> Callable[[], None]:
+def _run(arguments: argparse.Namespace) -> Callable[[], int]:
     given = arguments.program[arguments.program[:1] == ["--"] :]
     if not given:
         raise ValueError("run: no program is named. Pass a script, or -m and a module.")
@@ -57,5 +58,13 @@ def _run(arguments: argparse.Namespace) -> Callable[[], None]:
     from .process_setup import Setup  # imports torch
 
     Setup(arguments.share, arguments.explain).begin_in_first_process()
-    program.load()
-    return program.run
+
+    def start() -> int:
+        try:
+            program.load()
+        except NoProgramError as error:
+            return refuse(error)
+        program.run()
+        return 0
+
+    return start

@@ -276,7 +276,8 @@ def _foot(plan: Plan) -> Iterator[str]:
     if not all(group.created for group in plan.groups):
         yield "An axis over all ranks uses the default group: no group is created for it."
     if any(group.bytes_each is None for group in plan.groups):
-        yield f"No estimate of memory: it is unknown for a communicator of backend {plan.backend}."
+        hint = did_you_mean(plan.backend, COMMUNICATOR_BYTES)
+        yield f"No estimate of memory: it is unknown for backend {plan.backend}.{hint}"
     elif memory := _memory(plan):
         yield from paragraph(f"{memory} {_ESTIMATED}")
     if plan.warnings:
