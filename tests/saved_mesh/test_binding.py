@@ -232,3 +232,73 @@ def test_bind_needs_the_same_ranks() -> None:
         with pytest.raises(ValueError, match=r"ranks 0 to 7.*ranks 0 to 3"):
             loaded.bind(other.universe)
         assert loaded.bind(meshverse.Universe(loaded.universe.rank_map)) is loaded
+
+
+# --- meshes of another root than the one that is here -------------------------------------------
+
+
+def _views() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+
+
+@pytest.mark.parametrize("is_flattened_before", [False, True])
+def test_a_loaded_root_stays_a_root_beside_another_one(is_flattened_before: bool) -> None:
+    with fake_world(8, 2):
+        saved = pickle.dumps(_mesh())
+    with fake_world(8, 2):
+        other = _views()
+        if is_flattened_before:
+            other["replicate", "shard"].flatten("dp")
+        loaded = pickle.loads(saved)
+        assert loaded._get_root_mesh() is loaded
+        assert pickle.loads(saved) is loaded
+        assert loaded["dp"]._get_root_mesh_dim() == 0
+        assert loaded.universe is not other.universe
+        loaded.bind()
+        other["replicate", "shard"].flatten("dp")
+        assert dist.get_process_group_ranks(loaded.get_group("dp")) == [2, 6]
+        assert loaded["dp"].get_group() is loaded.get_group("dp")
+        assert loaded.get_local_rank("dp") == 0
+        assert dist.get_process_group_ranks(other.get_group("dp")) == [0, 2, 4, 6]
+        assert loaded.flatten("all").get_group() is loaded.get_group("all")
+
+
+def test_bind_to_a_universe_that_means_another_axis_by_a_name() -> None:
+    with fake_world(8, 2):
+        saved = pickle.dumps(_mesh())
+    loaded = pickle.loads(saved)
+    with fake_world(8, 2):
+        other = _views()
+        other["replicate", "shard"].flatten("dp")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"dp already exists in the universe of .* of its"):
+                loaded.bind(other.universe)
+            assert not loaded.has_groups
+        loaded.bind(meshverse.Universe(8))
+        assert dist.get_process_group_ranks(loaded.get_group("dp")) == [2, 6]
+
+
+@pytest.mark.parametrize("is_second", [False, True], ids=["first root", "second root"])
+def test_a_universe_keeps_the_names_of_meshes_that_were_bound_to_it(is_second: bool) -> None:
+    with fake_world(8, 2):
+        bare = DeviceMesh("cpu", list(range(8)), mesh_dim_names=("all",), _init_backend=False)
+        loaded = bare
+        if is_second:
+            loaded = DeviceMesh(
+                *("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+                mesh_dim_names=("dp", "tp"),
+                universe=bare.universe,
+                _init_backend=False,
+            )
+        else:
+            loaded = DeviceMesh(
+                *("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+                mesh_dim_names=("dp", "tp"),
+                _init_backend=False,
+            )
+        other = _views()
+        loaded.bind(other.universe)
+        assert loaded["dp"]._get_root_mesh_dim() == 0
+        with pytest.raises(ValueError, match="dp already exists in the universe of"):
+            other["replicate", "shard"].flatten("dp")
+        assert dist.get_process_group_ranks(loaded.get_group("dp")) == [2, 6]

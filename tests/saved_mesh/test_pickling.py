@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import enum
 import io
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import meshverse
 from helpers.forked import Forked
-from helpers.observation import OURS, observe
+from helpers.observation import OURS, STOCK, observe
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh, load_mesh, save_mesh
 from trainer_views import Degrees, five_views
@@ -212,3 +215,36 @@ def test_one_process_distinguishes_what_several_ranks_saved() -> None:
 
 def _state_of(saved: bytes, decoupled: bool) -> Any:
     return {**save_mesh(pickle.loads(saved)), "decoupled": decoupled}
+
+
+class _Dim(str, enum.Enum):
+    DP = "dp"
+    TP = "tp"
+
+
+class _Device(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: init_device_mesh("cpu", (2, 4), mesh_dim_names=(_Dim.DP, _Dim.TP)),
+        lambda: init_device_mesh(_Device("cpu"), (2, 4), mesh_dim_names=("dp", "tp")),
+        lambda: init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), preserve_rank_order=1),
+    ],
+    ids=["names", "device type", "flag"],
+)
+def test_of_other_types_that_a_mesh_accepts(make: Callable[[], DeviceMesh], world) -> None:
+    mesh = make()
+    assert pickle.loads(pickle.dumps(mesh)) is mesh
+    assert pickle.loads(pickle.dumps(mesh["tp"])) is mesh["tp"]
+    assert load_mesh(json.loads(json.dumps(save_mesh(mesh)))) == mesh
+
+
+def test_a_stock_mesh_with_such_names_keeps_its_groups_in_a_copy(
+    world, uninstalled_afterwards
+) -> None:
+    mesh = STOCK.init_device_mesh("cpu", (2, 4), mesh_dim_names=(_Dim.DP, _Dim.TP))
+    meshverse.install()
+    assert copy.deepcopy(mesh).get_group("tp") is mesh.get_group("tp")

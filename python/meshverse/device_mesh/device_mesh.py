@@ -278,7 +278,9 @@ class DeviceMesh(StockDeviceMesh):
             else:
                 known.meshes.note_names(description)
         except BaseException:
-            if universe is None:
+            # A new part that stayed would refuse the settings of a second call. It has meshes if
+            # another thread has used it meanwhile.
+            if universe is None or (is_new and not known.meshes):
                 known.groups.give_up()
             raise
 
@@ -913,16 +915,18 @@ class DeviceMesh(StockDeviceMesh):
         with the default options of the target universe, so all ranks of the meshes must call it.
 
         Args:
-            universe: target universe, which has these ranks. By default a live universe over
-                the same ranks: the one whose serial number the mesh was saved with, or else the
-                oldest that has created groups. If there is none, a new universe.
+            universe: target universe, which has these ranks. By default this mesh's own, if there
+                was a default group when it was created or loaded. Else a live universe over the
+                same ranks: the one whose serial number the mesh was saved with, or the oldest that
+                has created groups. If there is none, a new universe.
 
         Returns:
             This mesh. It now equals the universe's own mesh.
 
         Raises:
             RuntimeError: the mesh has process groups already, or there is no default process group.
-            ValueError: `universe` lacks some of these ranks.
+            ValueError: `universe` lacks some of these ranks, or has a flattened mesh with the name
+                of an axis of these meshes and another layout.
         """
         mine = self._universe
         if universe is None:

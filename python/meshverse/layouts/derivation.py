@@ -173,7 +173,7 @@ def check_names_at_root(
         raise ValueError(
             f"{name} already exists in the universe of {root}: {known_as} of this name has layout "
             f"{known}, but {axis} is requested, and get_group({name!r}) could mean either. "
-            "Choose another name, or create the mesh in a universe of its own."
+            "Choose another name, or give the mesh a universe of its own."
         )
 
 

@@ -83,7 +83,7 @@ def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) ->
 def _live_universe_of(saved: SavedState) -> Universe | None:
     if saved.decoupled:
         return None
-    universe = find_universe(saved.rank_map, saved.serial, _groups_of(saved))
+    universe = find_universe(saved.rank_map, saved.serial, _groups_of(saved), saved.roots)
     if universe is None and dist.is_initialized():
         return Universe(saved.rank_map)
     # A process without a default group has no rank, and may load meshes that several ranks saved.
@@ -96,22 +96,15 @@ def _live_universe_of(saved: SavedState) -> Universe | None:
 
 
 def _has_another_root(universe: Universe, saved: SavedState) -> bool:
-    """Whether a universe has another root than a saved mesh.
+    """Whether a universe without process groups has another root than a saved mesh.
 
     Different programs may give different universes the same number, as may one program without
     process groups. And an interrupted `bind()` may have left meshes here that are in another
     universe already.
     """
-    root = universe.root
-    if any(
-        mesh is not None and mesh._universe is not universe for mesh in (root, *universe.meshes)
-    ):
-        return True
-    if saved.root is None or not isinstance(root, DeviceMesh):
-        return False
-    description = saved.root.description
-    names = root.mesh_dim_names or (), description.axis_names or ()
-    return root._description.layout != description.layout or names[0] != names[1]
+    meshes = [mesh for mesh in (universe.root, *universe.meshes) if mesh is not None]
+    has_moved = any(mesh._universe is not universe for mesh in meshes)
+    return has_moved or not universe.meshes.has_no_other_root(saved.roots)
 
 
 def _universe_without_groups_of(saved: SavedState) -> Universe:
@@ -145,7 +138,7 @@ def mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
         "device_type": mesh.device_type,
         "axes": [(list(axis.sizes), list(axis.strides)) for axis in mesh._description.layout],
         "names": mesh.mesh_dim_names,
-        "preserve_rank_order": mesh._preserve_rank_order,
+        "preserve_rank_order": bool(mesh._preserve_rank_order),
         "flattened": mesh._description.flattened,
         "tags": mesh._description.tags,
         "keys": mesh._key_digests,

@@ -54,6 +54,14 @@ class SavedState(NamedTuple):
     mesh: SavedMesh
     root: SavedMesh | None
 
+    @property
+    def roots(self) -> list[MeshDescription]:
+        """Descriptions that the root mesh of a universe with this mesh may have.
+
+        A universe whose root is equal to this mesh has it too.
+        """
+        return [each.description for each in (self.root, self.mesh) if each is not None]
+
 
 def read_state(state: object) -> SavedState:
     """Read and check a saved state.
@@ -189,7 +197,7 @@ def _integer(smallest: int, largest: int) -> Callable[[Any, str], int]:
 
 
 def _string(value: Any, name: str) -> str:
-    if type(value) is not str:
+    if not isinstance(value, str):  # or a subclass, such as `class Dim(str, Enum)`
         raise _refusal(name, value, "a string")
     return value
 

@@ -12,8 +12,8 @@ A mesh under the tag "a" finds the second one, at the copy of `mesh` under "a".
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshverse._core import AxisLayout
 from meshverse.layouts.derivation import MeshDescription, check_names_at_root
@@ -101,13 +101,29 @@ class UniverseMeshes:
         """Move the meshes without process groups into a universe, which may be this one.
 
         They move in the same order on all ranks, in whatever order each rank loaded them.
+
+        Raises:
+            ValueError: one of their axes has the name of a flattened mesh there with another
+                layout. Then nothing has changed.
         """
+        if target.meshes is not self and self.root is not None and not self.root._has_groups:
+            target.meshes._take_names_of(self, self.root)
         bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh._has_groups]
         for key, mesh in sorted(bare, key=lambda pair: str(pair[1]._description)):
             mesh._move_to(target)
             del self._interned[key]
             if mesh is self.root and target.meshes is not self:
                 self.root = None
+
+    def has_no_other_root(self, roots: Collection[MeshDescription]) -> bool:
+        """Return whether the root has the axes and names of one of these, or there is none yet."""
+        if self.root is None:
+            return True
+        mine = self.root._description
+        return any(
+            (mine.layout, mine.axis_names or ()) == (root.layout, root.axis_names or ())
+            for root in roots
+        )
 
     def use_checked_group_names(self) -> None:
         """Put all names of groups into lists that check each use, for good."""
@@ -189,7 +205,10 @@ class UniverseMeshes:
         Raises:
             ValueError: an axis has the name of a flattened mesh with another layout.
         """
-        for name, axis in zip(description.axis_names or (), description.layout, strict=False):
+        self._check(_named_axes(description))
+
+    def _check(self, axes: Iterable[_NamedAxis]) -> None:
+        for name, axis, _ in axes:
             for (known_name, _), known in dict(self._flattened).items():
                 if known_name == name:
                     flattened = known._description.layout[0]
@@ -197,10 +216,24 @@ class UniverseMeshes:
 
     def note_names(self, description: MeshDescription) -> None:
         """Reserve the axis names of a second or later root mesh."""
-        names = description.axis_names or ()
+        self._note(_named_axes(description))
+
+    def _note(self, axes: Iterable[_NamedAxis]) -> None:
         with state_lock:
-            for index, (name, axis) in enumerate(zip(names, description.layout, strict=False)):
+            for name, axis, index in axes:
                 self._later_axes.setdefault(name, {}).setdefault(axis, index)
+
+    def _take_names_of(self, left: UniverseMeshes, root: DeviceMesh) -> None:
+        """Check and reserve the axis names of another universe's root meshes, which move here."""
+        named = [
+            (name, axis, index)
+            for name, axes in left._later_axes.items()
+            for axis, index in axes.items()
+        ]
+        if not self.has_no_other_root([root._description]):
+            named += _named_axes(root._description)
+        self._check(named)
+        self._note(named)
 
     def later_dim(self, description: MeshDescription) -> int | None:
         """Return the index of a 1-D mesh's axis in a second or later root mesh.
@@ -237,6 +270,14 @@ class UniverseMeshes:
             for (_, tags_under_root), root in self._other_roots.items():
                 if single_tags <= tags_under_root:
                     root._add_flattened(name, flattened)
+
+
+_NamedAxis: TypeAlias = tuple[str, AxisLayout, int]  # an axis of a root mesh, with its index there
+
+
+def _named_axes(description: MeshDescription) -> list[_NamedAxis]:
+    pairs = zip(description.axis_names or (), description.layout, strict=False)
+    return [(*pair, index) for index, pair in enumerate(pairs)]
 
 
 def _single_tags(mesh: DeviceMesh) -> frozenset[str]:

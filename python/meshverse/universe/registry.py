@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from meshverse._core import AxisLayout, RankMap
+from meshverse.layouts.derivation import MeshDescription
 from meshverse.locks import WeakRegistry, state_lock
 from meshverse.world import World, WorldState
 
@@ -41,10 +42,14 @@ class WorldUniverses(WorldState):
 
     def drop(self, universe: Universe) -> None:
         """Set `is_over`, for a universe that its caller never gets, as the call has failed."""
+        world = universe.world
         with state_lock:
             universe.is_over = True
             if universe in self.with_groups:
                 self.with_groups.remove(universe)
+            if world is not None:
+                others = any(one.world is world for one in universes_not_ended())
+                world.has_universes = others or self.n_ended > 0
 
     def end(self) -> None:
         """Drop the universes of a world that has ended, and their meshes' stored coordinates.
@@ -111,21 +116,29 @@ def universes_over(rank_map: RankMap) -> list[Universe]:
 
 
 def find_universe(
-    rank_map: RankMap, serial: int, groups: Collection[tuple[AxisLayout, str | None]] = ()
+    rank_map: RankMap,
+    serial: int,
+    groups: Collection[tuple[AxisLayout, str | None]] = (),
+    roots: Collection[MeshDescription] | None = None,
 ) -> Universe | None:
     """Return the live universe over these ranks in this world that fits best; None without any.
 
-    The candidates are the universes that have all of `groups`; if none has them all, all universes
-    over these ranks. The result is the candidate with this serial; if there is none, the candidate
-    that created process groups first. All ranks find the same universe if it has a number (see
-    `UniverseCalls.number`). The serial of one without a number may differ between ranks.
+    The candidates have one of `roots`, or no root yet, and all of `groups`; if none has them all,
+    the groups do not count. The result is the candidate with this serial; if there is none, the
+    candidate that created process groups first. All ranks find the same universe if it has a number
+    (see `UniverseCalls.number`). The serial of one without a number may differ between ranks.
 
     Args:
         rank_map: ranks of the universe.
         serial: serial of the universe that is wanted.
         groups: axis layouts of groups in it, each with the digest of its options key.
+        roots: descriptions that its root mesh may have; None for any.
     """
-    live = _live(rank_map)
+    live = [
+        universe
+        for universe in _live(rank_map)
+        if roots is None or universe.meshes.has_no_other_root(roots)
+    ]
     return min(live, key=lambda universe: _distance(universe, serial, groups), default=None)
 
 
