@@ -18,7 +18,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -95,8 +95,13 @@ def connect(
     with _claimed(name) as key:
         rounds = _Rounds(name, _store_at(store, rank, size, timeout), rank, size, timeout)
         number = rounds.join(f"{size} processes, backend {backend}")
-        made = Connection(name, rounds.store, number, rank, size, backend, options, timeout)
-        _last[key] = weakref.ref(made), made.group.group_name
+        # Noted before it is created, so that the next call ends what an interrupted one left.
+        group_name = f"meshverse-connection-{name}-{number}"
+        _last[key] = (lambda: None), group_name
+        made = Connection(
+            name, rounds.store, number, rank, size, backend, options, timeout, group_name
+        )
+        _last[key] = weakref.ref(made), group_name
         return made
 
 
@@ -105,7 +110,7 @@ def connect(
 _hosted: dict[str, dist.Store] = {}
 # By process id and name, as a fork has its parent's neither: the last connection with its group's
 # c10d name, and one claim for each call that is connecting now.
-_last: dict[tuple[int, str], tuple[weakref.ref[Connection], str]] = {}
+_last: dict[tuple[int, str], tuple[Callable[[], Connection | None], str]] = {}
 _claims: dict[tuple[int, str], object] = {}
 
 
@@ -132,8 +137,15 @@ def _claimed(name: str) -> Iterator[tuple[int, str]]:
             del _last[key]
         yield key
     finally:
-        if _claims.get(key) is mine:
-            del _claims[key]
+        try:
+            _give_back(key, mine)
+        finally:
+            _give_back(key, mine)  # if a signal handler has raised in the first
+
+
+def _give_back(key: tuple[int, str], mine: object) -> None:
+    if _claims.get(key) is mine:
+        _claims.pop(key, None)
 
 
 def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -303,6 +315,7 @@ class Connection:
         backend: str,
         options: BackendOptions | None,
         timeout: timedelta,
+        group_name: str,
     ) -> None:
         self.name, self.rank, self.size = name, rank, size
         self._in_use = Claim()
@@ -314,7 +327,7 @@ class Connection:
                     backend=backend,
                     backend_options=options,
                     timeout=timeout,
-                    name=f"meshverse-connection-{name}-{number}",
+                    name=group_name,
                     description=f"connection {name}",
                 )
                 self._exchange_places()
@@ -332,9 +345,16 @@ class Connection:
         """Find out each process's host, and which processes are ranks of this process's world."""
         world = World.current()
         own = os.urandom(8).hex(), 0  # this key is unique, for a process without a world
+        self._why_not_known = ""
         if world is not None:
-            run_keys = world.run_keys
-            key = "unknown" if run_keys is None else run_keys.put_first("connections", own[0])
+            key, run_keys = own[0], world.run_keys
+            if run_keys is None:
+                self._why_not_known = (
+                    " The store of this world's default group allows no rendezvous, so nothing "
+                    "tells which other processes are of this world."
+                )
+            else:
+                key = run_keys.put_first("connections", key)
             own = key, world.rank
         everyone: list[Any] = [None] * self.size
         host = socket.gethostname()
@@ -373,13 +393,15 @@ class Connection:
         """Return the connection's rank for a global rank of this process's world.
 
         Raises:
-            ValueError: that rank is not in the connection.
+            ValueError: that rank is not in the connection, or is another process's and this world
+                has no store that tells which one's.
         """
         rank = self._by_world_rank.get(world_rank)
         if rank is None:
             raise ValueError(
                 f"Rank {world_rank} of this world is not in the connection {self.name!r}, which "
                 f"contains ranks {rank_ranges(sorted(self._by_world_rank))} of this world."
+                f"{self._why_not_known}"
             )
         return rank
 

@@ -46,6 +46,12 @@ class Claim:
 
     def give_back(self, caller: object) -> None:
         """Let somebody else have the claim, if this caller has it."""
+        try:
+            self._drop(caller)
+        finally:
+            self._drop(caller)  # if a signal handler has raised in the first
+
+    def _drop(self, caller: object) -> None:
         if self._holders.get("holder") is caller:
             self._holders.clear()
 

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as StockMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshverse
 from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew, RankError
 from helpers.forked import SECONDS
+from helpers.interrupts import is_interrupted_at
 from helpers.ports import held_port
 from helpers.tiers import in_tiers
 from helpers.turns import wait_until
@@ -321,6 +323,49 @@ def test_closing_an_old_connection_again_leaves_the_name_to_the_new_one() -> Non
         with pytest.raises(ValueError, match="'again' is open in this process"):
             _alone()
         assert second.is_open
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wherever_it_was_interrupted_a_second_call_connects_and_nothing_is_left() -> None:
+    place, is_interrupted, store = 0, True, dist.HashStore()
+    connections: list[meshverse.Connection] = []
+
+    def connect() -> None:
+        name = f"interrupted {place}"
+        connections.append(meshverse.connect(name, store, rank=0, size=1, backend="gloo"))
+
+    before = len(dist.distributed_c10d._world.pg_names)
+    while is_interrupted:
+        place += 1
+        is_interrupted = is_interrupted_at(place, connect)
+        while connections:
+            connections.pop().close()
+        connect()
+        connections.pop().close()
+        assert len(dist.distributed_c10d._world.pg_names) == before, place
+    assert place > 50
+
+
+def _of_two_jobs_without_rendezvous(folder: str) -> str:
+    """Each rank is a job of its own, whose default group's store allows no rendezvous."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    with meshverse.connect(
+        "w", store, rank=rank, size=2, backend="gloo", timeout=_LONG
+    ) as connection:
+        assert connection.rank_of(1) == rank
+        with pytest.raises(ValueError, match="Rank 0 of this world is not in the conn") as refused:
+            connection.rank_of(0)
+        dist.barrier(connection.group)
+    return str(refused.value)
+
+
+def test_ranks_of_a_world_without_rendezvous_are_not_guessed(crew: Crew, tmp_path: Path) -> None:
+    for error in crew.run(_of_two_jobs_without_rendezvous, 2, str(tmp_path)):
+        assert "allows no rendezvous, so nothing tells which other" in error
 
 
 @pytest.mark.long
