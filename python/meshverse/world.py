@@ -89,7 +89,7 @@ class World:
         may_change: whether the default group can be reconfigured. Then each use of the world checks
             whether its rank and size have changed.
         since_ns: time when this process first saw it, in nanoseconds since the epoch.
-        has_universes: whether universes were made in this world.
+        has_universes: whether universes were created in this world.
         axes_of_default_group: names of mesh axes whose group is the default group, as keys.
         run: the run of the default group, which has a number among the runs on the same store.
     """
@@ -100,6 +100,7 @@ class World:
         self.since_ns = time.time_ns()
         self.has_universes = False
         self.is_of_parent = False  # whether this is a copy in a forked process
+        self.axes_of_default_group: dict[str, None] = {}
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = thread_id()
@@ -114,7 +115,6 @@ class World:
         self.run = Run(self.rank, self.size)
         self._clones = threading.local()  # further clients of the store, one per thread
         self._creations: dict[str, Creation] = {}
-        self.axes_of_default_group: dict[str, None] = {}
         self._was_passed = False  # to `destroy_process_group(group)`, which ended this world
         self._device_types_set_up: set[str] = set()
         self._store_allows_rendezvous: bool | None = None
@@ -135,7 +135,6 @@ class World:
         self._use(default_group)
         self.run = current.run
         current._finalizer.detach()
-        _ended_last.pop(self.thread_id, None)
         for kind in list(current._states):
             self.state(kind)
         for state in list(self._states.values()):
@@ -144,6 +143,10 @@ class World:
             _worlds[default_group] = self
         for call in _called_at_start:
             call()
+
+    def note_revived(self) -> None:
+        """Note that this world has its groups again. Until then, `ended_last` returns it."""
+        _ended_last.pop(self.thread_id, None)
 
     @property
     def ended_default_group(self) -> ProcessGroup | None:

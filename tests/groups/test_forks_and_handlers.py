@@ -45,7 +45,7 @@ class _Kept(list[Universe]):
 # What a thread calls, and the function in the middle of it, between two changes that belong
 # together.
 _PLACES: dict[str, tuple[tuple[Any, str], Callable[[DeviceMesh], object]]] = {
-    "a group's name": ((GroupRegistry, "_new_name"), lambda mesh: _mesh()),
+    "a group's name": ((GroupRegistry, "_next_name"), lambda mesh: _mesh()),
     "the root mesh": (
         (UniverseMeshes, "_root_of"),
         lambda mesh: _mesh(universe=mesh.universe, isolate="a"),

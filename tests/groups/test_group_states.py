@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import threading
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +18,9 @@ from helpers.replaced import replace_everywhere
 from helpers.turns import wait_until
 from helpers.worlds import in_worlds
 from meshverse import init_device_mesh
+from meshverse._torch_compat import c10d_suspension
 from meshverse._torch_compat.c10d_groups import find_group
-from meshverse._torch_compat.c10d_suspension import resume, suspend
+from meshverse._torch_compat.c10d_suspension import backends_to_suspend
 from meshverse.groups.creation import create_by_members
 from meshverse.groups.group import Group, State
 from meshverse.groups.registry import GroupRegistry
@@ -94,8 +99,31 @@ _AFTER = {  # by event: the state that each of the states above becomes; None fo
 @pytest.fixture
 def suspending(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends of this process can be suspended: the one of fake worlds cannot."""
-    replace_everywhere(monkeypatch, suspend, lambda group: None)
-    replace_everywhere(monkeypatch, resume, lambda group: None)
+    backends: dict[str, list[_Backend]] = {}
+    replace_everywhere(
+        monkeypatch,
+        backends_to_suspend,
+        lambda handle: backends.setdefault(handle.group_name, [_Backend(), _Backend()]),
+    )
+
+
+class _Backend:
+    """A backend that cannot be suspended twice, nor resumed twice."""
+
+    def __init__(self) -> None:
+        self.is_suspended = self.fails = False
+
+    def suspend(self) -> None:
+        self._become(True)
+
+    def resume(self) -> None:
+        self._become(False)
+
+    def _become(self, suspended: bool) -> None:
+        if self.fails:
+            raise RuntimeError("NCCL error")
+        assert self.is_suspended is not suspended
+        self.is_suspended = suspended
 
 
 @in_a_world
@@ -271,6 +299,46 @@ def test_a_group_whose_suspension_was_interrupted_is_live(monkeypatch: pytest.Mo
     assert group.live_handle() is handle
     assert group.suspend()
     assert group.resume()
+
+
+@in_a_world
+@pytest.mark.usefixtures("world", "suspending")
+def test_if_one_backend_fails_the_others_are_as_before() -> None:
+    group = _live()
+    first, second = c10d_suspension.backends_to_suspend(group.live_handle())
+    second.fails = True
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        group.suspend()
+    assert group.state is State.LIVE
+    assert not first.is_suspended
+    second.fails = False
+    assert group.suspend()
+    second.fails = True
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        group.resume()
+    assert group.state is State.SUSPENDED
+    assert first.is_suspended
+    second.fails = False
+    assert group.resume()
+    assert group.state is State.LIVE
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_a_group_is_what_its_backends_are_when_a_handler_raises_as_they_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As a backend's methods, in C: a signal that comes meanwhile is handled when they return.
+    raise_signal = partial(ctypes.CDLL(None)["raise"], signal.SIGINT)
+    backend = SimpleNamespace(suspend=raise_signal, resume=raise_signal)
+    replace_everywhere(monkeypatch, backends_to_suspend, lambda group: [backend])
+    group = _live()
+    with pytest.raises(KeyboardInterrupt):
+        group.suspend()
+    assert group.state is State.SUSPENDED
+    with pytest.raises(KeyboardInterrupt):
+        group.resume()
+    assert group.state is State.LIVE
 
 
 @in_a_world

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from helpers.all_reduce import reached_by
 from helpers.crew import Crew
+from helpers.forked import SECONDS
 from helpers.interrupts import is_interrupted_at
 from helpers.replaced import replace_everywhere
 from helpers.tiers import in_tiers
@@ -262,6 +264,28 @@ def test_wherever_it_was_interrupted_the_group_is_whole_at_the_next_try(lazy: bo
     assert line > 20
 
 
+def test_an_interrupt_is_not_lost_if_the_creation_fails_as_well() -> None:
+    main, was_interrupted = threading.main_thread().ident, threading.Event()
+    assert main is not None
+
+    def interrupt(*_: Any) -> None:
+        was_interrupted.set()
+        raise KeyboardInterrupt
+
+    def create() -> Any:
+        signal.pthread_kill(main, signal.SIGINT)
+        assert was_interrupted.wait(SECONDS)
+        raise RuntimeError("connection refused")
+
+    usual = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            creation._uninterrupted(create, lambda: None)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert str(raised.value.__context__) == "connection refused"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wherever_destroy_was_interrupted_a_second_call_ends_all_groups() -> None:
     place, is_interrupted = 0, True
@@ -290,6 +314,8 @@ def test_wherever_creation_was_interrupted_a_second_call_gets_all_groups(lazy: b
         with fake_world(4, rank=3):
             is_interrupted = is_interrupted_at(place, create)
             create()
+            if len(meshes) == 1:  # as on the other members, which were not interrupted
+                assert meshes[0].get_group("tp").group_name.endswith("-0"), place
             for mesh in meshes:  # of both calls, if the first one got so far
                 assert dist.get_process_group_ranks(mesh.get_group("tp")) == [2, 3], place
             for mesh in meshes:

@@ -53,7 +53,9 @@ def test_options_reach_the_group_and_no_other(form: str, family: Family) -> None
 
 @pytest.mark.parametrize("family", [STOCK, OURS], ids=["stock", "ours"])
 @pytest.mark.parametrize(
-    "override", [lambda: fake_options(), lambda: ("fake", fake_options())], ids=["options", "pair"]
+    "override",
+    [lambda: fake_options(), lambda: ("fake", fake_options()), lambda: ["fake", fake_options()]],
+    ids=["options", "pair", "list"],
 )
 def test_options_reach_a_flattened_group(family: Family, override: Callable) -> None:
     flat = _mesh(family)._flatten("all", override())

@@ -332,3 +332,26 @@ def test_names_that_are_near_are_suggested() -> None:
         parts["trainr"]
     with pytest.raises(TypeError, match=r"has 'univers', which .* Did you mean 'universe'\?"):
         init_mesh_partition("cpu", _PARTS, univers=None)
+
+
+def test_a_call_that_failed_leaves_no_part_so_that_it_can_be_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = _job()
+
+    def call() -> DeviceMesh:
+        ranks, timeout = [3, 5, 6], timedelta(minutes=1)
+        return _part(job, ranks, timeout=timeout)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no more of these")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no more of these"):
+                call()
+            assert job.universe.parts == ()
+    mesh = call()
+    assert dist.get_process_group_ranks(mesh.get_group()) == [3, 5, 6]
+    assert job.universe.parts == (mesh.universe,)

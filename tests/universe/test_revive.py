@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import meshverse
+from helpers.interrupts import is_interrupted_at
+from helpers.tiers import in_tiers
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups.group import Group
@@ -185,6 +187,59 @@ def test_a_call_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert meshverse.revive(held) == (mesh.universe,)
         assert held.dp is mesh.get_group("dp")
         assert held.tp is mesh.get_group("tp")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("step", in_tiers([1, 53], [53]))
+def test_wherever_it_was_interrupted_it_revives_or_says_what_to_do(step: int) -> None:
+    place, is_interrupted = 1 - step, True
+    while is_interrupted:
+        place += step
+        with fake_world(8, 5):
+            mesh = _mesh()
+        with fake_world(8, 5):
+            is_interrupted = is_interrupted_at(place, meshverse.revive)
+            error = ""
+            try:
+                meshverse.revive()
+            except RuntimeError as raised:
+                error = str(raised)
+            # Else it was interrupted before it had changed anything, or when it was done.
+            assert "end the default group" in error or mesh.get_group("tp").size() == 4, place
+        with fake_world(8, 5):
+            assert meshverse.revive() == (mesh.universe,), place
+            assert mesh.get_group("tp").size() == 4
+            mesh.universe.destroy()
+    assert place > 200
+
+
+def test_what_a_failed_call_has_left_in_the_new_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+
+    def refuse(*_: Any) -> None:
+        raise OSError("when its groups are there")
+
+    with fake_world(8, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(UniverseMeshes, "add", refuse)
+            with pytest.raises(OSError, match="when its groups are there"):
+                _mesh()
+        left = r"a call that failed has left the process group of axis 'dp' with ranks \[1, 5\]"
+        with pytest.raises(RuntimeError, match=left):
+            meshverse.revive()
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+        assert mesh.get_group("tp").size() == 4
+
+
+def test_the_axes_of_the_default_group_are_still_known() -> None:
+    with fake_world(8, 5):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+    with fake_world(8, 5):
+        meshverse.revive()
+        with pytest.warns(UserWarning, match="called with the group of axis 'dp'"):
+            dist.destroy_process_group(mesh.get_group("dp"))
 
 
 @pytest.mark.long

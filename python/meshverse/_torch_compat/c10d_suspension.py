@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 from .private_names import ProcessGroup
@@ -22,18 +24,25 @@ def memory_stats(group: ProcessGroup) -> dict[str, int] | None:
     return dict(total)
 
 
-def suspend(group: ProcessGroup) -> None:
-    """Suspend those of a group's backends that support it; all ranks of the group call this."""
-    for backend in _backends(group):
-        if _stats(backend) is not None:
-            backend.suspend()
+def backends_to_suspend(group: ProcessGroup) -> list[Any]:
+    """Return those of a group's backends that can be suspended."""
+    return [backend for backend in _backends(group) if _stats(backend) is not None]
 
 
-def resume(group: ProcessGroup) -> None:
-    """Resume the backends that `suspend` suspended; all ranks of the group call this."""
-    for backend in _backends(group):
-        if _stats(backend) is not None:
-            backend.resume()
+def suspend(backends: Sequence[Any], done: list[object]) -> None:
+    """Suspend backends of a group; all ranks of the group call this.
+
+    Args:
+        backends: what `backends_to_suspend` returned, or the first ones of it.
+        done: gets one entry for each backend that was suspended, also if this raises.
+    """
+    # All in C: so no signal handler can raise between a backend's return and its entry.
+    done.extend(map(methodcaller("suspend"), backends))
+
+
+def resume(backends: Sequence[Any], done: list[object]) -> None:
+    """Resume backends of a group; as `suspend`."""
+    done.extend(map(methodcaller("resume"), backends))
 
 
 def _stats(backend: Any) -> dict[str, int] | None:

@@ -35,7 +35,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from meshverse.store import StoreKeys
 from meshverse.world import World, WorldState
@@ -121,6 +121,18 @@ class _Calls:
         self.has_raised = False  # whether the program got that error
         self.why_stopped = ""  # the reason, once this rank compares no more calls
         self.has_logged_stop = False
+
+
+class Numbered(Protocol):
+    """A universe that has a number among those over its ranks.
+
+    Attributes:
+        ranks: fingerprint of the set of its ranks.
+        number: its number, from 0; None until it has one.
+    """
+
+    ranks: str
+    number: int | None
 
 
 class ComparedCalls(WorldState):
@@ -262,11 +274,15 @@ class ComparedCalls(WorldState):
                 calls.why_stopped,
             )
 
-    def number_universe(self, ranks: str) -> int:
-        """Return the number of a new universe among those over these ranks, from 0."""
-        calls = self._of(ranks)
-        calls.n_universes += 1
-        return calls.n_universes - 1
+    def number_universe(self, universe: Numbered) -> None:
+        """Number a universe, unless it has a number, and count it.
+
+        Call it again after a call that was interrupted.
+        """
+        calls = self._of(universe.ranks)
+        if universe.number is None:
+            universe.number = calls.n_universes
+        calls.n_universes = max(calls.n_universes, universe.number + 1)
 
     def take_back_number(self, ranks: str, number: int) -> None:
         """Let the next universe over these ranks have this number, if it was the last one."""

@@ -202,8 +202,11 @@ class Rendezvous(WorldState):
     def remove_from_store(self, store: StoreKeys, name: str) -> None:
         """Forget a rendezvous, and remove the keys of attempts that this rank joined first.
 
-        No member may still be waiting in it.
+        No member may still be waiting in it. If it was never complete, its name is used again, and
+        the members go on with the next attempt: then nothing is forgotten.
         """
+        if name not in self._complete:
+            return
         self._next_attempts.pop(name, None)
         self._complete.discard(name)
         for key in self._joined_first.pop(name, ()):

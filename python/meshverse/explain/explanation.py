@@ -77,7 +77,7 @@ class Explanation:
     Attributes:
         rank_map: the universe's ranks, in words.
         rank: global rank of this process.
-        requested: number of requests for a group.
+        requested: number of requests for a group that this rank is in.
         created: number of groups created for them.
         planned: number of lazy groups that are still to be created at their first use. All requests
             beyond `created` and `planned` were served by an existing or planned group.
@@ -205,7 +205,7 @@ class Explanation:
             "meshes over": ["; ".join(group.over) for group in self.groups],
             "requested": [_times(group) for group in self.groups],
             "layout": [group.layout for group in self.groups],
-            "size": [f"{len(group.ranks):,}" for group in self.groups],
+            "size": [f"{len(group.ranks):,}" if group.ranks else "-" for group in self.groups],
             "nodes": ["?" if group.nodes is None else str(group.nodes) for group in self.groups],
             "ranks": [rank_list(group.ranks) for group in self.groups],
             "backend": [group.backend for group in self.groups],
@@ -227,7 +227,7 @@ class Explanation:
         foot += [
             f"Shared, and called by several threads: {', '.join(group.requests)} (ranks "
             f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "
-            "calls must overlap, give one axis an isolate tag."
+            "calls must overlap, give one axis its own group: see meshverse.isolate."
             for group in self.groups
             if len(group.threads) > 1
         ]
@@ -324,7 +324,7 @@ def explain(
     return Explanation(
         rank_map=str(rank_map),
         rank=rank,
-        requested=sum(sum(group.requests.values()) for group in explained),
+        requested=sum(sum(group.requests.values()) for group in explained if group.ranks),
         created=sum(group.created for group in explained),
         planned=sum(group.is_planned and not group.created for group in explained),
         groups=explained,
@@ -396,7 +396,7 @@ def _explain_group(
         backend=backend_in_words(options.backend),
         tag=options.tag,
         options=str(options.key),
-        how=group.origin,
+        how=group.origin if ranks else "not on this rank",
         created=group.created,
         requests=requests,
         saved=sum(requests.values()) - group.created if is_mine else 0,

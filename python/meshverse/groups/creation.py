@@ -293,8 +293,8 @@ def _uninterrupted(
 
     Python runs signal handlers in the main thread, as soon as c10d's C++ code returns: what they
     raise there would lose a group that the other members have. So another thread creates it, while
-    the main one waits. What a handler raises is raised when the group is created; if another one
-    raises before, at once.
+    the main one waits. What a handler raises is raised when the group is created, or could not be;
+    if another one raises before, at once.
 
     Args:
         create: function that creates the group.
@@ -342,7 +342,9 @@ def _uninterrupted(
             raised.append(error)
     if errors or raised:
         try:
-            raise (errors or raised)[0]
+            if raised and errors:
+                raised[0].__context__ = errors[0]
+            raise (raised or errors)[0]
         finally:  # its traceback has this frame
             errors.clear()
             raised.clear()

@@ -171,19 +171,25 @@ class Group:
 
         Raises:
             RuntimeError: the group is neither live nor suspended.
-            Whatever the backend raises; the group stays live then.
+            Whatever a backend raises; the group stays live then. Or what a signal handler raises
+                meanwhile; then the group is suspended if its backends are.
         """
         from meshverse._torch_compat import c10d_suspension
 
         if self.state is State.SUSPENDED:
             return False
         handle = self.live_handle()
+        backends, done = c10d_suspension.backends_to_suspend(handle), list[object]()
         try:
-            self.state = State.SUSPENDED  # before the backend acts, so no thread begins to use it
+            self.state = State.SUSPENDED  # before the backends act, so no thread begins to use it
             self._drop_handle()
-            c10d_suspension.suspend(handle)
+            c10d_suspension.suspend(backends, done)
         except BaseException:
-            self.become_live(handle)
+            if len(done) < len(backends):
+                try:
+                    c10d_suspension.resume(backends[: len(done)], [])
+                finally:
+                    self.become_live(handle)
             raise
         return True
 
@@ -192,7 +198,8 @@ class Group:
 
         Raises:
             RuntimeError: the group is neither live nor suspended.
-            Whatever the backend raises; the group stays suspended then.
+            Whatever a backend raises; the group stays suspended then. Or what a signal handler
+                raises meanwhile; then the group is live if its backends are.
         """
         from meshverse._torch_compat import c10d_suspension
 
@@ -200,8 +207,14 @@ class Group:
             self.live_handle()
             return False
         handle = resolve_group(self.name)
-        c10d_suspension.resume(handle)
-        self.become_live(handle)
+        backends, done = c10d_suspension.backends_to_suspend(handle), list[object]()
+        try:
+            c10d_suspension.resume(backends, done)
+        finally:
+            if len(done) == len(backends):
+                self.become_live(handle)
+            else:
+                c10d_suspension.suspend(backends[: len(done)], [])
         return True
 
     def note_destroyed(self) -> None:

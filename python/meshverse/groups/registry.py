@@ -42,7 +42,8 @@ class GroupRegistry(WorldState):
         self._counter = itertools.count(1)  # atomic, as `note_destroyed` takes no lock
         self._by_name: MutableMapping[str, Group] = {}
         self._by_content: MutableMapping[tuple[Hashable, str, str] | None, Group] = {}
-        self._times_named: Counter[str] = Counter()
+        self._times_named: Counter[str] = Counter()  # also the number of the next name
+        self._freed: dict[str, set[int]] = {}  # numbers below it that can be given again
         self._leftovers: dict[tuple[str, str], Group] = {}  # by ranks and options
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
@@ -89,8 +90,12 @@ class GroupRegistry(WorldState):
         with state_lock:
             group = self._by_content.get(content)
             if group is None or group.is_gone:
-                group = Group(self._new_name(identity), request, self, content=content)
+                group = Group(self._next_name(identity), request, self, content=content)
+                # First, so that `release` undoes the rest, wherever it is interrupted. The name
+                # counts last: members on which fewer names count could not find one another.
+                ref.group, ref.name = group, group.name
                 self._by_content[content] = self._by_name[group.name] = group
+                self._times_named[identity] += 1
             group.is_lazy |= lazy and group.state is State.PLANNED and not group.was_live
             self.share(group, ref)
         return ranks
@@ -98,16 +103,16 @@ class GroupRegistry(WorldState):
     def new_name(self, request: GroupRequest) -> str:
         """Return a name for a group that all ranks create together. `attach` does not find it."""
         with state_lock:
-            return self._new_name(request.ranks_and_name_digest()[1])
-
-    def _new_name(self, identity: str) -> str:
-        times = self._times_named[identity]
-        self._times_named[identity] = times + 1
-        return f"meshverse-{identity}-{times}"
+            identity = request.ranks_and_name_digest()[1]
+            name = self._next_name(identity)
+            self._times_named[identity] += 1
+        return name
 
     def next_name(self, request: GroupRequest) -> str:
         """Return the name that the next new group of these ranks and options would get."""
-        identity = request.ranks_and_name_digest()[1]
+        return self._next_name(request.ranks_and_name_digest()[1])
+
+    def _next_name(self, identity: str) -> str:
         return f"meshverse-{identity}-{self._times_named[identity]}"
 
     def find_leftover(self, request: GroupRequest) -> Group | None:
@@ -202,6 +207,9 @@ class GroupRegistry(WorldState):
         one that does not wait, another member may have created it at any time, so the name stays
         used, except after a failed call, which may be repeated.
 
+        Members may release groups in different orders: a name below others is given again once
+        those are free, too.
+
         Args:
             group: group that is released, and not created here.
             has_failed: whether the call that requested it failed on this rank.
@@ -211,8 +219,14 @@ class GroupRegistry(WorldState):
             return
         identity, _, times = group.name.removeprefix("meshverse-").rpartition("-")
         with state_lock:
-            if self._times_named[identity] == int(times) + 1:
-                self._times_named[identity] = int(times)
+            is_another = self._by_name.get(group.name, group) is not group
+            if is_another or int(times) >= self._times_named[identity]:
+                return  # it was freed before, or never counted
+            freed = self._freed.setdefault(identity, set())
+            freed.add(int(times))
+            while self._times_named[identity] - 1 in freed:
+                self._times_named[identity] -= 1
+                freed.remove(self._times_named[identity])
 
     # --- the end of the world -------------------------------------------------------------------
 
@@ -239,6 +253,7 @@ class GroupRegistry(WorldState):
             self._by_name = {group.name: group for group in kept}
             self._by_content = {group.content: group for group in kept if group.content}
             self._times_named = Counter(current.state(GroupRegistry)._times_named)
+            self._freed.clear()
             for name in self._by_name:
                 identity, _, times = name.removeprefix("meshverse-").rpartition("-")
                 if times.isdecimal():

@@ -71,7 +71,11 @@ def normalize_override(value: Any) -> Override:
         pair: Override = (value, None)
     elif is_backend_options(value):
         pair = (None, value)
-    elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (str, type(None))):
+    elif (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and isinstance(value[0], (str, type(None)))
+    ):
         pair = (value[0], value[1])
     else:
         raise TypeError(

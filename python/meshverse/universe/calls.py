@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshverse._core import AxisLayout, Layout, RankGroups, RankMap
 from meshverse.agreement import ComparedCalls, Description, RanksDifferError, check_by_default
 from meshverse.groups.request import GroupRequest
+from meshverse.locks import state_lock
 from meshverse.world import World
 
 
@@ -157,8 +158,8 @@ class UniverseCalls:
 
     def take_number(self) -> None:
         """Number the universe, unless it has a number."""
-        if self.number is None:
-            self.number = self._of_world.number_universe(self.ranks)
+        with state_lock:
+            self._of_world.number_universe(self)
 
     def note_failure(self, ranks: str | None, error: BaseException) -> None:
         """Note that a call failed on this rank. It may have succeeded on others.

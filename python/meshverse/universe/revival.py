@@ -56,7 +56,7 @@ class _Plan(NamedTuple):
 
 
 def revive(*holders: object, timeout: timedelta | None = None) -> tuple[Universe, ...]:
-    """Revive the last world in which meshes were made, with the current default process group.
+    """Revive the last world in which meshes were created, with the current default process group.
 
     Experimental. Call it on all ranks right after `destroy_process_group()` and
     `init_process_group()`, with the rank and number of ranks as before, and before the first mesh.
@@ -75,10 +75,11 @@ def revive(*holders: object, timeout: timedelta | None = None) -> tuple[Universe
         The universes that were revived. Empty if none was alive.
 
     Raises:
-        RuntimeError: a rank or the number of ranks has changed, a mesh was made already, ranks have
-            different universes, or a given object is of an unknown kind or holds a group that
-            cannot be replaced. All ranks raise it, and nothing has changed. Or a process group
-            could not be created: then end the default group, create it again, and call this again.
+        RuntimeError: a rank or the number of ranks has changed, a mesh was already created, a call
+            has failed or was interrupted in the new world, ranks have different universes, or a
+            given object is of an unknown kind or holds a group that cannot be replaced. All ranks
+            raise it, and nothing has changed. Or a process group could not be created: then end the
+            default group, create it again, and call this again.
         ValueError: there is no default process group.
 
     Example:
@@ -106,6 +107,7 @@ def revive(*holders: object, timeout: timedelta | None = None) -> tuple[Universe
     world.revive(current)
     _keep_counts(world, universes)
     _create_groups(plan, world)
+    world.note_revived()
     n_groups = sum(group.state is State.LIVE for group in plan.groups.values())
     _log.info("revived %d universes with %d process groups", len(universes), n_groups)
     groups = list(plan.groups.values())
@@ -172,7 +174,7 @@ def _held_by(holders: Sequence[object]) -> tuple[list[HeldGroup], list[str]]:
 
 def _numbered(universes: Sequence[Universe]) -> list[Universe]:
     """Return the universes that have a number, in the same order on all ranks."""
-    # The others made no call that created groups for all their ranks.
+    # The others called nothing that created groups for all their ranks.
     numbered = [one for one in universes if one.groups.calls.number is not None]
     return sorted(numbered, key=lambda universe: (universe.rank_map.fingerprint, universe.serial))
 
@@ -212,12 +214,18 @@ def _what_changed(current: World, world: World) -> list[str]:
 
 
 def _why_not(current: World, plan: _Plan) -> list[str]:
-    here = current.state(GroupRegistry)
-    if any(group.state is State.PLANNED and group.was_live for group in here):
-        return ["a revive() failed in this world: end the default group, and create it again"]
+    again = "end the default group, and create it again"
+    last = World.ended_last()
+    if last is not None and not last.is_over:
+        return [f"a revive() failed in this world, or was interrupted: {again}"]
     if not plan.universes:
         return []  # this rank stays in the current world
     problems = list(plan.problems)
+    problems += [
+        f"a call that failed has left the {group.in_words()}: {again}"
+        for group in current.state(GroupRegistry)
+        if group.may_be_elsewhere and not group.refs.alive()
+    ]
     for universe in universes_not_ended():
         if universe.world is current and universe not in plan.universes:
             new = f"a mesh over {universe.rank_map} was created in the new world already"

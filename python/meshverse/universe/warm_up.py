@@ -126,11 +126,14 @@ def _names(axis_names: Collection[str]) -> str:
     return ", ".join(map(repr, sorted(axis_names))) or "none"
 
 
-def _place_in_order(chosen: Chosen) -> tuple[str, str, str]:
-    # The same on all ranks, in whatever order each requested the groups: so there is no deadlock.
-    request = chosen.group.request
-    ranks = request.rank_map.fingerprint
-    return str(request.axis), request.options.name_digest, ranks
+def _place_in_order(chosen: Chosen) -> tuple[list[int], str, list[int], str]:
+    # The same on all ranks, in whatever order each requested the groups, and through whichever
+    # universe or part: so there is no deadlock. Groups along one axis come together: they have the
+    # same distances between ranks.
+    group = chosen.group
+    ranks = list(group.request.my_ranks())
+    distances = [rank - ranks[0] for rank in ranks]
+    return distances, group.request.options.name_digest, ranks, group.name
 
 
 @contextlib.contextmanager
