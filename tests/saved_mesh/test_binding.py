@@ -241,6 +241,19 @@ def _views() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
 
 
+def test_a_loaded_root_is_the_equal_mesh_that_was_unflattened_or_sliced() -> None:
+    with fake_world(8, 2):
+        saved = pickle.dumps(_mesh())
+    with fake_world(8, 2):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("w",)).unflatten(
+            "w", (2, 4), ("dp", "tp")
+        )
+        assert pickle.loads(saved) is mesh
+    with fake_world(8, 2):
+        mesh = init_device_mesh("cpu", (1, 2, 4), mesh_dim_names=("pp", "dp", "tp"))
+        assert pickle.loads(saved) is mesh["dp", "tp"]
+
+
 @pytest.mark.parametrize("is_flattened_before", [False, True])
 def test_a_loaded_root_stays_a_root_beside_another_one(is_flattened_before: bool) -> None:
     with fake_world(8, 2):

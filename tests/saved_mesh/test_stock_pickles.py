@@ -66,6 +66,16 @@ _MESHES: dict[str, tuple[Callable[[], Any], Callable[[DeviceMesh], Any]]] = {
 }
 
 
+def test_a_root_that_this_program_has_unflattened() -> None:
+    saved = _saved(_stock)
+    meshverse.install()
+    with fake_world(8, _RANK):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("w",)).unflatten(0, _SHAPE, _NAMES)
+        loaded = pickle.loads(saved)
+        assert loaded == mesh
+        assert loaded.get_group("dp") is mesh.get_group("dp")
+
+
 @pytest.mark.parametrize("own_groups", [0, 9], ids=["numbers free", "numbers taken"])
 @pytest.mark.parametrize("which", _MESHES)
 def test_it_is_on_the_live_meshs_groups(which: str, own_groups: int) -> None:

@@ -46,10 +46,10 @@ def save_mesh(mesh: DeviceMesh) -> MeshState:
 def load_mesh(state: MeshState) -> DeviceMesh:
     """Return the mesh of a saved state.
 
-    If this process has a live universe with the same ranks, the result is that universe's mesh,
-    with process groups if the universe has one for each of its axes. If there is no such universe,
-    or the mesh was saved with `decouple_backend_at_save`, the result has no process groups until
-    `mesh.bind()`.
+    If this process has a live universe with the same ranks, and with the axes of this mesh or of
+    its root, the result is that universe's mesh, with process groups if the universe has one for
+    each of its axes. If there is no such universe, or the mesh was saved with
+    `decouple_backend_at_save`, the result has no process groups until `mesh.bind()`.
 
     Raises:
         ValueError: `save_mesh` cannot have written this state; nothing was loaded.

@@ -83,20 +83,20 @@ def _loaded(make: Callable[..., _Mesh], saved: SavedMesh, universe: Universe) ->
 def _live_universe_of(saved: SavedState) -> Universe | None:
     if saved.decoupled:
         return None
-    universe = find_universe(saved.rank_map, saved.serial, _groups_of(saved), saved.roots)
+    universe = find_universe(saved.rank_map, saved.serial, _groups_of(saved), saved.descriptions)
     if universe is None and dist.is_initialized():
         return Universe(saved.rank_map)
     # A process without a default group has no rank, and may load meshes that several ranks saved.
     # Here, it has a universe for each of these ranks.
     is_of_rank = universe is not None and (
         universe.world is not None
-        or (universe.rank == saved.rank and not _has_another_root(universe, saved))
+        or (universe.rank == saved.rank and not _has_other_meshes(universe, saved))
     )
     return universe if is_of_rank else None
 
 
-def _has_another_root(universe: Universe, saved: SavedState) -> bool:
-    """Whether a universe without process groups has another root than a saved mesh.
+def _has_other_meshes(universe: Universe, saved: SavedState) -> bool:
+    """Whether a universe without process groups has other meshes than a saved one.
 
     Different programs may give different universes the same number, as may one program without
     process groups. And an interrupted `bind()` may have left meshes here that are in another
@@ -104,13 +104,13 @@ def _has_another_root(universe: Universe, saved: SavedState) -> bool:
     """
     meshes = [mesh for mesh in (universe.root, *universe.meshes) if mesh is not None]
     has_moved = any(mesh._universe is not universe for mesh in meshes)
-    return has_moved or not universe.meshes.has_no_other_root(saved.roots)
+    return has_moved or not universe.meshes.may_have(saved.descriptions)
 
 
 def _universe_without_groups_of(saved: SavedState) -> Universe:
     key = saved.rank_map, saved.serial, saved.rank, saved.decoupled
     universe = _without_groups.get(key)
-    if universe is None or _has_another_root(universe, saved):
+    if universe is None or _has_other_meshes(universe, saved):
         universe = Universe(saved.rank_map, rank=saved.rank, decoupled=saved.decoupled)
         universe.set_saved_serial(saved.serial)
         _without_groups[key] = universe

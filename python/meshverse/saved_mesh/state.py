@@ -55,11 +55,8 @@ class SavedState(NamedTuple):
     root: SavedMesh | None
 
     @property
-    def roots(self) -> list[MeshDescription]:
-        """Descriptions that the root mesh of a universe with this mesh may have.
-
-        A universe whose root is equal to this mesh has it too.
-        """
+    def descriptions(self) -> list[MeshDescription]:
+        """Descriptions of the mesh and its root: a universe that has one of them fits."""
         return [each.description for each in (self.root, self.mesh) if each is not None]
 
 

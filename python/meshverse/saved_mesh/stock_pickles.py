@@ -104,7 +104,7 @@ def _are_stocks(names: list[str], saved: SavedState) -> bool:
 
 
 def _live_mesh(saved: SavedState) -> DeviceMesh | None:
-    """Return a mesh on the groups of a live universe with its root, one for every axis, or None.
+    """Return a mesh on the groups of a live universe that may have it and has all of them, or None.
 
     Of several such universes, this takes the one whose groups were requested for the most of these
     axis names, and of equals the first. The choice depends only on the groups and the order of
@@ -116,7 +116,7 @@ def _live_mesh(saved: SavedState) -> DeviceMesh | None:
     for universe in universes_over(saved.rank_map) if World.current() else ():
         if universe.root is None or universe.root.device_type != description.device_type:
             continue
-        if not universe.meshes.has_no_other_root(saved.roots):
+        if not universe.meshes.may_have(saved.descriptions):
             continue
         if universe.position is None:
             return DeviceMesh._in_universe(universe, description, [])

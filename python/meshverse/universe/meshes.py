@@ -115,14 +115,18 @@ class UniverseMeshes:
             if mesh is self.root and target.meshes is not self:
                 self.root = None
 
-    def has_no_other_root(self, roots: Collection[MeshDescription]) -> bool:
-        """Return whether the root has the axes and names of one of these, or there is none yet."""
+    def may_have(self, descriptions: Collection[MeshDescription]) -> bool:
+        """Return whether one of these may be a mesh of this universe; any may if it has none yet.
+
+        Its axes are axes of the root, by name and layout, or it was created here, as by `unflatten`.
+        """
         if self.root is None:
             return True
-        mine = self.root._description
+        of_root = set(_labelled(self.root._description))
         return any(
-            (mine.layout, mine.axis_names or ()) == (root.layout, root.axis_names or ())
-            for root in roots
+            of_root.issuperset(_labelled(one))
+            or any(_labelled(mesh._description) == _labelled(one) for mesh in self)
+            for one in descriptions
         )
 
     def use_checked_group_names(self) -> None:
@@ -230,7 +234,7 @@ class UniverseMeshes:
             for name, axes in left._later_axes.items()
             for axis, index in axes.items()
         ]
-        if not self.has_no_other_root([root._description]):
+        if not self.may_have([root._description]):
             named += _named_axes(root._description)
         self._check(named)
         self._note(named)
@@ -278,6 +282,10 @@ _NamedAxis: TypeAlias = tuple[str, AxisLayout, int]  # an axis of a root mesh, w
 def _named_axes(description: MeshDescription) -> list[_NamedAxis]:
     pairs = zip(description.axis_names or (), description.layout, strict=False)
     return [(*pair, index) for index, pair in enumerate(pairs)]
+
+
+def _labelled(description: MeshDescription) -> list[tuple[str, AxisLayout]]:
+    return list(zip(description.labels, description.layout, strict=True))
 
 
 def _single_tags(mesh: DeviceMesh) -> frozenset[str]:

@@ -119,12 +119,12 @@ def find_universe(
     rank_map: RankMap,
     serial: int,
     groups: Collection[tuple[AxisLayout, str | None]] = (),
-    roots: Collection[MeshDescription] | None = None,
+    meshes: Collection[MeshDescription] | None = None,
 ) -> Universe | None:
     """Return the live universe over these ranks in this world that fits best; None without any.
 
-    The candidates have one of `roots`, or no root yet, and all of `groups`; if none has them all,
-    the groups do not count. The result is the candidate with this serial; if there is none, the
+    The candidates may have one of `meshes`, and have all of `groups`; if none has them all, the
+    groups do not count. The result is the candidate with this serial; if there is none, the
     candidate that created process groups first. All ranks find the same universe if it has a number
     (see `UniverseCalls.number`). The serial of one without a number may differ between ranks.
 
@@ -132,12 +132,12 @@ def find_universe(
         rank_map: ranks of the universe.
         serial: serial of the universe that is wanted.
         groups: axis layouts of groups in it, each with the digest of its options key.
-        roots: descriptions that its root mesh may have; None for any.
+        meshes: descriptions of meshes; see `UniverseMeshes.may_have`. None for any universe.
     """
     live = [
         universe
         for universe in _live(rank_map)
-        if roots is None or universe.meshes.has_no_other_root(roots)
+        if meshes is None or universe.meshes.may_have(meshes)
     ]
     return min(live, key=lambda universe: _distance(universe, serial, groups), default=None)
 
