@@ -92,7 +92,7 @@ class GroupRegistry(WorldState):
             if group is None or group.is_gone:
                 group = Group(self._next_name(identity), request, self, content=content)
                 # First, so that `release` undoes the rest, wherever it is interrupted. The name
-                # counts last: members on which fewer names count could not find one another.
+                # counts last: members that count differently could not find one another.
                 ref.group, ref.name = group, group.name
                 self._by_content[content] = self._by_name[group.name] = group
                 self._times_named[identity] += 1

@@ -118,7 +118,7 @@ class UniverseMeshes:
     def may_have(self, descriptions: Collection[MeshDescription]) -> bool:
         """Return whether one of these may be a mesh of this universe; any may if it has none yet.
 
-        Its axes are axes of the root, by name and layout, or it was created here, as by `unflatten`.
+        Its axes are axes of the root, by name and layout; or it was created here by `unflatten`.
         """
         if self.root is None:
             return True
