@@ -256,7 +256,7 @@ Raises:
         py::object fresh = fresh_like(options);
         return fresh ? std::move(fresh) : py::none();
       },
-      "options"_a, "A fresh object of the same type; None where its constructor refuses.");
+      "options"_a, "A new object with the default fields; None where its constructor refuses.");
 }
 
 }  // namespace meshverse::bindings

@@ -420,6 +420,32 @@ class Reader {
   std::optional<Trial> trial_;
 };
 
+// The C++ class whose fields a Python constructor of the object's class may set; null if none.
+py::object cpp_base_of(const py::object& options) {
+  bool has_python_constructor = false;
+  for (const py::handle base : py::type::of(options).attr("__mro__")) {
+    const py::object constructor = base.attr("__dict__").attr("get")("__init__");
+    if (constructor.is_none()) continue;
+    if (PyFunction_Check(constructor.ptr()) == 0) {
+      const bool is_cpp = base.ptr() != reinterpret_cast<PyObject*>(&PyBaseObject_Type);
+      if (!has_python_constructor || !is_cpp) return py::object();
+      return py::reinterpret_borrow<py::object>(base);
+    }
+    has_python_constructor = true;
+  }
+  return py::object();
+}
+
+// A new object of a class; null if it cannot be created without arguments.
+py::object new_of(const py::object& type) {
+  try {
+    return type();
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    return py::object();
+  }
+}
+
 void check_is_options_object(const py::object& options) {
   const bool is_class = PyType_Check(options.ptr()) != 0;
   const bool is_builtin = type_name_of(options).rfind("builtins.", 0) == 0;
@@ -434,24 +460,32 @@ void check_is_options_object(const py::object& options) {
 }  // namespace
 
 py::object fresh_like(const py::object& options) {
-  try {
-    py::object fresh = py::type::of(options)();
-    return fresh.is(options) ? py::object() : fresh;
-  } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;
-    return py::object();
+  if (const py::object base = cpp_base_of(options)) {
+    if (py::object fresh = new_of(base)) return fresh;
   }
+  py::object fresh = new_of(py::type::of(options));
+  return fresh && fresh.is(options) ? py::object() : fresh;
 }
 
 OptionsSnapshot read_options(const py::object& options, const std::set<std::string>& ignored) {
   check_is_options_object(options);
   Reader actual(options, ignored);
   if (!actual.read_fields(options, "")) return {"", {{"options", make_handle(options)}}};
-  const py::object fresh = fresh_like(options);
-  if (!fresh) return {type_name_of(options), actual.fields()};
-  Reader defaults(options, ignored);
-  defaults.read_fields(fresh, "");
-  return {"", differing_fields(actual.fields(), defaults.fields())};
+  const py::object fresh = new_of(py::type::of(options));
+  if (!fresh || fresh.is(options)) return {type_name_of(options), actual.fields()};
+  Reader own_defaults(options, ignored);
+  own_defaults.read_fields(fresh, "");
+  OptionFields defaults = own_defaults.fields();
+  // Of fields that a backend reads, the defaults are those of its class.
+  if (const py::object base = cpp_base_of(options)) {
+    if (const py::object fresh_base = new_of(base)) {
+      Reader base_defaults(options, ignored);
+      base_defaults.read_fields(fresh_base, "");
+      for (const auto& [name, value] : base_defaults.fields())
+        defaults.insert_or_assign(name, value);
+    }
+  }
+  return {"", differing_fields(actual.fields(), defaults)};
 }
 
 py::list data_in(const py::object& options, const std::set<std::string>& ignored) {

@@ -23,8 +23,9 @@ namespace meshverse::bindings {
 
 namespace py = pybind11;
 
-// A snapshot of options: the fields that differ from those of a fresh object of the same type, if
-// one can be created without arguments; else all fields, with the type's name.
+// A snapshot of options: the fields that differ from the defaults, which are those of a new object
+// of the same type and, of fields of a C++ base class, those of that class; if no new object can be
+// created without arguments, all fields, with the type's name.
 struct OptionsSnapshot {
   std::string options_type;
   OptionFields fields;
@@ -38,7 +39,9 @@ OptionsSnapshot read_options(const py::object& options, const std::set<std::stri
 // compared by identity or have a destructor. Raises as above.
 py::list data_in(const py::object& options, const std::set<std::string>& ignored);
 
-// A fresh object of the same type; null if it cannot be created without arguments.
+// A new object with the default fields that a backend reads: of the C++ base class, if the type has
+// a Python constructor, which may set its fields; else of the same type. Null if neither can be
+// created without arguments.
 py::object fresh_like(const py::object& options);
 
 std::int64_t to_microseconds(py::handle timedelta);

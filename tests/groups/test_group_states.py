@@ -329,16 +329,24 @@ def test_a_group_is_what_its_backends_are_when_a_handler_raises_as_they_return(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # As a backend's methods, in C: a signal that comes meanwhile is handled when they return.
-    raise_signal = partial(ctypes.CDLL(None)["raise"], signal.SIGINT)
+    raise_signal = partial(ctypes.CDLL(None)["raise"], signal.SIGUSR1)
     backend = SimpleNamespace(suspend=raise_signal, resume=raise_signal)
     replace_everywhere(monkeypatch, backends_to_suspend, lambda group: [backend])
     group = _live()
-    with pytest.raises(KeyboardInterrupt):
-        group.suspend()
-    assert group.state is State.SUSPENDED
-    with pytest.raises(KeyboardInterrupt):
-        group.resume()
-    assert group.state is State.LIVE
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    usual = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            group.suspend()
+        assert group.state is State.SUSPENDED
+        with pytest.raises(KeyboardInterrupt):
+            group.resume()
+        assert group.state is State.LIVE
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
 
 
 @in_a_world

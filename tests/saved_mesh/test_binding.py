@@ -276,6 +276,19 @@ def test_a_loaded_root_stays_a_root_beside_another_one(is_flattened_before: bool
         assert loaded.flatten("all").get_group() is loaded.get_group("all")
 
 
+def test_the_root_is_bound_as_the_root_whatever_was_sliced_before() -> None:
+    with fake_world(8, 2):
+        saved = pickle.dumps(_mesh())
+    loaded = pickle.loads(saved)
+    assert loaded["dp"] is loaded["dp"]  # in the order of descriptions, it comes before the root
+    with fake_world(8, 2):
+        loaded.bind()
+        assert loaded._get_root_mesh() is loaded is loaded.universe.root
+        assert loaded["dp"]._get_root_mesh() is loaded
+        assert loaded["tp"]._get_root_mesh_dim() == 1
+        assert loaded.flatten("all").get_group() is loaded.get_group("all")
+
+
 def test_bind_to_a_universe_that_means_another_axis_by_a_name() -> None:
     with fake_world(8, 2):
         saved = pickle.dumps(_mesh())

@@ -78,7 +78,7 @@ from meshverse.options.isolation import (
     tag_parts,
 )
 from meshverse.universe.registry import find_universe
-from meshverse.universe.universe import Universe
+from meshverse.universe.universe import Universe, check_universe
 from meshverse.wording import did_you_mean
 from meshverse.world import World
 
@@ -189,6 +189,8 @@ class DeviceMesh(StockDeviceMesh):
         _root_mesh: StockDeviceMesh | None = None,
     ) -> None:
         tags_before: tuple[str, ...] = ()
+        if universe is not None:
+            check_universe(universe)
         if mesh is not None:
             if _layout is not None or _rank_map is not None:
                 raise TypeError("Cannot provide _layout and/or _rank_map if passing explicit mesh")
@@ -722,10 +724,18 @@ class DeviceMesh(StockDeviceMesh):
         if self.ndim == 1 and name in (self._mesh_dim_names or ()):
             return self._derive_under((tag,), self._description, self._names_of_groups)
         axis, universe, root = self._description.layout.collapse(), self._universe, self._root()
-        known = universe.meshes.flattened(name, tag)
+        registered = known = universe.meshes.flattened(name, tag)
         known_axis = None if known is None else known._description.layout[0]
         check_flattened_name(name, axis, root._mesh_dim_names or (), known_axis, root)
         universe.meshes.check_flattened_name(name, axis)
+        if known is not None and known._preserve_rank_order != self._preserve_rank_order:
+            raise ValueError(
+                f"{name} already exists in the universe of {root}: a flattened mesh with "
+                f"preserve_rank_order={known._preserve_rank_order}, whose groups have their ranks "
+                f"in another order. Choose another name, or give {self} a universe of its own."
+            )
+        if known is not None and known._device_type != self._device_type:
+            known = None  # a mesh on the same groups, which only the other one's root has by name
         if known is None or any(map(universe.groups.was_destroyed, known._names_of_groups or ())):
             description = MeshDescription(
                 self._device_type,
@@ -742,6 +752,8 @@ class DeviceMesh(StockDeviceMesh):
                     description.layout, (name,), overrides, description.tags, call="flatten"
                 )
             known = self._in_universe(universe, description, group_names)
+            if registered is not None and registered._device_type != known._device_type:
+                return known
             universe.meshes.add_flattened(name, tag, known)
         is_at_root = root._flatten_mapping.get(name) is known
         if not is_at_root and tag == merge_tags(self._description.axis_tags):

@@ -29,7 +29,7 @@ from meshverse.options.group_options import (
     normalize_overrides,
 )
 from meshverse.options.isolation import current_tag, normalize_tags
-from meshverse.universe.universe import Universe
+from meshverse.universe.universe import Universe, check_universe
 from meshverse.world import World
 
 from .device_mesh import DeviceMesh
@@ -187,15 +187,6 @@ def plan_mesh(arguments: Mapping[str, Any]) -> Callable[[], DeviceMesh]:
         return mesh
 
     return build
-
-
-def check_universe(universe: object) -> None:
-    """Raise TypeError if this is neither a universe nor None, but for example a mesh."""
-    if universe is not None and not isinstance(universe, Universe):
-        raise TypeError(
-            f"universe={universe!r} of type {type(universe).__name__}: give the universe of a "
-            "mesh, mesh.universe, or a meshverse.Universe."
-        )
 
 
 def _rest_of(

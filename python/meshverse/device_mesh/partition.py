@@ -8,12 +8,12 @@ from typing import Any
 
 from meshverse._core import Layout
 from meshverse.layouts.user_input import fill_rest, has_rest, read_rank_map, read_shape
-from meshverse.universe.universe import Universe, ranks_outside
+from meshverse.universe.universe import Universe, check_universe, ranks_outside
 from meshverse.wording import did_you_mean
 from meshverse.world import World
 
 from .device_mesh import DeviceMesh
-from .init_mesh import MeshPart, check_universe, plan_mesh
+from .init_mesh import MeshPart, plan_mesh
 
 
 class Partition(dict[str, DeviceMesh]):

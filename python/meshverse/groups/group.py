@@ -30,6 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshverse._core import OptionsKey
 from meshverse._torch_compat.c10d_creation import find_interrupted
 from meshverse._torch_compat.c10d_groups import (
     end_group,
@@ -88,7 +89,7 @@ class Group:
         registry: Any,
         handle: ProcessGroup | None = None,
         *,
-        content: tuple[Hashable, str, str] | None = None,
+        content: tuple[Hashable, str, OptionsKey] | None = None,
     ) -> None:
         self.name, self.request = name, request
         self.content = content

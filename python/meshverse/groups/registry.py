@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, MutableMapping
 from weakref import WeakValueDictionary
 
+from meshverse._core import OptionsKey
 from meshverse._torch_compat.backends import creation_blocks
 from meshverse._torch_compat.c10d_groups import current_default_group
 from meshverse._torch_compat.private_names import ProcessGroup
@@ -41,10 +42,10 @@ class GroupRegistry(WorldState):
         self.n_destroyed = 0  # number of groups that the program has destroyed
         self._counter = itertools.count(1)  # atomic, as `note_destroyed` takes no lock
         self._by_name: MutableMapping[str, Group] = {}
-        self._by_content: MutableMapping[tuple[Hashable, str, str] | None, Group] = {}
+        self._by_content: MutableMapping[tuple[Hashable, str, OptionsKey] | None, Group] = {}
         self._times_named: Counter[str] = Counter()  # also the number of the next name
         self._freed: dict[str, set[int]] = {}  # numbers below it that can be given again
-        self._leftovers: dict[tuple[str, str], Group] = {}  # by ranks and options
+        self._leftovers: dict[tuple[str, OptionsKey], Group] = {}  # by ranks and options
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
     def __iter__(self) -> Iterator[Group]:
@@ -86,7 +87,8 @@ class GroupRegistry(WorldState):
         """
         request = ref.request
         ranks, identity = request.ranks_and_name_digest()
-        content = scope, identity, request.options.digest
+        # The key, not its digest: that does not distinguish handles, such as two network devices.
+        content = scope, identity, request.options.key
         with state_lock:
             group = self._by_content.get(content)
             if group is None or group.is_gone:
@@ -266,5 +268,5 @@ class GroupRegistry(WorldState):
             group.reset_after_fork()
 
 
-def _content_in_all_scopes(request: GroupRequest) -> tuple[str, str]:
-    return request.ranks_and_name_digest()[1], request.options.digest
+def _content_in_all_scopes(request: GroupRequest) -> tuple[str, OptionsKey]:
+    return request.ranks_and_name_digest()[1], request.options.key

@@ -84,7 +84,13 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch. Further calls do nothing."""
+        """End the watch, also in processes that are forked later. Further calls do nothing."""
+        global _current
+        with state_lock:
+            if _current is self:
+                _current = None
+            if self in _of_parent:
+                _of_parent.remove(self)
         self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_SECONDS_TO_STOP)
@@ -499,7 +505,9 @@ def _number_of_alarms(store: StoreKeys) -> int:
 
 
 def _identity(call: Call) -> tuple[object, ...]:
-    return call.group, call.number, call.operation, call.peer
+    # Calls that torch has not recorded have no number: one that follows an equal one began later.
+    began = None if call.is_recorded else call.since
+    return call.group, call.number, call.operation, call.peer, began
 
 
 def _in_words(call: Call, record: RankRecord) -> str:

@@ -39,7 +39,7 @@ from meshverse._torch_compat.backends import (
 )
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 
-from .isolation import by_axis
+from .isolation import IN_MESH_ORDER, by_axis
 
 # --- a user's arguments --------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def normalize_override(value: Any) -> Override:
         value: a backend name, an options object, a pair of the two, or None.
 
     Raises:
-        TypeError: the value is something else.
+        TypeError: the value is something else, or its options have no fields.
         ValueError: the backend is unknown.
     """
     if value is None:
@@ -86,6 +86,8 @@ def normalize_override(value: Any) -> Override:
         )
     if pair[0] is not None:
         check_backend(pair[0])
+    if pair[1] is not None:  # TypeError, before anything changes, if it cannot be compared
+        OptionsKey.of(pair[0] or "", pair[1], ignored=IGNORED_OPTION_FIELDS)
     return pair
 
 
@@ -278,9 +280,7 @@ class GroupOptions:
 
     def _separate(self, tag: str, preserve_rank_order: bool) -> GroupOptions:
         # The key has one string that separates groups of equal options: the tag, and the order.
-        text = "; ".join(
-            filter(None, (tag, "in the order of the mesh" if preserve_rank_order else ""))
-        )
+        text = "; ".join(filter(None, (tag, IN_MESH_ORDER if preserve_rank_order else "")))
         return replace(
             self, key=self.key.with_tag(text), tag=tag, preserve_rank_order=preserve_rank_order
         )

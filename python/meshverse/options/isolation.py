@@ -19,6 +19,9 @@ from meshverse.wording import did_you_mean
 # them.)
 _tag: ContextVar[str] = ContextVar("meshverse_isolation_tag", default="")
 
+# In options keys, after the tag, of a group whose ranks are in the order of the mesh.
+IN_MESH_ORDER = "in the order of the mesh"
+
 # Returns the tags of the `isolate` blocks around this code, joined, outermost first; "" outside of
 # any block. Not wrapped in a Python function, which would slow down every slice of a mesh.
 current_tag = _tag.get
@@ -68,17 +71,18 @@ def check_tag(tag: str) -> str:
 
     Raises:
         TypeError: the tag is not a string.
-        ValueError: the tag is empty, has characters that are not printable, or contains "; ".
+        ValueError: the tag is empty, has characters that are not printable, contains "; ", or is
+            `IN_MESH_ORDER`.
     """
     if not isinstance(tag, str):
         raise TypeError(
             f"Isolation tag {tag!r} of type {type(tag).__name__}: a tag is a string, such as "
             "'overlap'."
         )
-    if not tag or not tag.isprintable() or "; " in tag:
+    if not tag or not tag.isprintable() or "; " in tag or tag == IN_MESH_ORDER:
         raise ValueError(
-            f"Isolation tag {tag!r}: a tag has at least one character, printable ones only, and no "
-            "'; '. Leave `isolate` out to share groups."
+            f"Isolation tag {tag!r}: a tag has at least one character, printable ones only, no "
+            f"'; ', and is not {IN_MESH_ORDER!r}. Leave `isolate` out to share groups."
         )
     return tag
 

@@ -109,7 +109,9 @@ class UniverseMeshes:
         if target.meshes is not self and self.root is not None and not self.root._has_groups:
             target.meshes._take_names_of(self, self.root)
         bare = [(key, mesh) for key, mesh in dict(self._interned).items() if not mesh._has_groups]
-        for key, mesh in sorted(bare, key=lambda pair: str(pair[1]._description)):
+        # The root comes first, so that it is the root again in a universe without one.
+        order = {id(mesh): (mesh is not self.root, str(mesh._description)) for _, mesh in bare}
+        for key, mesh in sorted(bare, key=lambda pair: order[id(pair[1])]):
             mesh._move_to(target)
             del self._interned[key]
             if mesh is self.root and target.meshes is not self:

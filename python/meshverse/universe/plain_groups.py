@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshverse._core import RankMap
-from meshverse._torch_compat.backends import is_backend_options
+from meshverse._torch_compat.backends import explicit_timeout_of, is_backend_options
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Override, check_timeout, normalize_override
@@ -39,6 +39,12 @@ def group_of(
     override = read_override(backend, options)
     if timeout is not None:
         check_timeout(timeout)
+        own = explicit_timeout_of(options)
+        if own not in (None, timeout):
+            raise ValueError(
+                f"universe.group {name!r} got timeout={timeout} and options with _timeout={own}: "
+                "pass one of them."
+            )
     tag = "".join(normalize_tags(isolate, None, 1))
     universe.groups.check_usable()
     universe.check_has(rank_map)

@@ -267,7 +267,8 @@ class Universe:
 
         Raises:
             ValueError: ranks repeat, are negative or are outside this universe; the backend is
-                unknown; the timeout is not positive; or the tag is not valid.
+                unknown; the timeout is not positive, or differs from one that `options` sets; or
+                the tag is not valid.
             TypeError: the timeout is not a timedelta, or `options` is not an options object.
             RanksDifferError: other members create it with other options.
             RuntimeError: this universe or its world has ended, or the group cannot be created.
@@ -643,3 +644,12 @@ def ranks_outside(ranks: RankMap, of_universe: RankMap) -> str:
     listed = ranks.ranks().tolist()
     outside = sorted(rank for rank in listed if of_universe.position_of(rank) is None)
     return f"[{rank_list(outside)}]" if outside else ""
+
+
+def check_universe(universe: object) -> None:
+    """Raise TypeError if this is neither a universe nor None, but for example a mesh."""
+    if universe is not None and not isinstance(universe, Universe):
+        raise TypeError(
+            f"universe={universe!r} of type {type(universe).__name__}: give the universe of a "
+            "mesh, mesh.universe, or a meshverse.Universe."
+        )

@@ -316,6 +316,7 @@ def test_ranks_that_run_without_it_are_pointed_out_to_those_with_it(tmp_path: Pa
     [
         (["nowhere.py"], "meshverse: nowhere.py: No such file or directory"),
         (["-m", "nowhere.at_all"], "No module named 'nowhere.at_all' was found to run"),
+        ([str(Path(__file__).parent)], "commands is a folder without a __main__.py: name a script"),
         (["-m", "meshverse.nowhere"], "No module named 'meshverse.nowhere' with Python code"),
         (["-m", "json.nowhere.at_all"], "No module named 'json.nowhere.at_all' was found to run"),
         (["-m", "meshverse.tools.planner"], "No module named 'meshverse.tools.planner.__main__'"),

@@ -136,9 +136,12 @@ def read_folder(folder: Path) -> CheckpointFiles:
         return CheckpointFiles(dict(headers[found[0]]), _digest(headers), is_adapter)
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
+        if not all(isinstance(text, str) for text in (*weight_map.keys(), *weight_map.values())):
+            raise TypeError("a name is no string")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{index} is damaged ({error!r}): it must be JSON with a weight_map."
+            f"{index} is damaged ({error!r:.200}): it must be JSON with a weight_map of tensors' "
+            "names to files' names."
         ) from error
     headers = {name: read_header(folder / name) for name in sorted({*weight_map.values()})}
     lacking = {key: name for key, name in weight_map.items() if key not in headers[name]}
@@ -168,28 +171,47 @@ def read_header(path: Path) -> dict[str, FilePart]:
         text = file.read(length)
     try:
         header = json.loads(text)
-    except ValueError:
+    except (RecursionError, ValueError):
         header = None
     if not isinstance(header, dict):
         raise ValueError(f"{path} is no safetensors file: its header is no JSON object.")
-    parts = {}
+    header.pop("__metadata__", None)
+    parts, places = {}, []
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape = _DTYPES.get(entry["dtype"]), entry["shape"]
+        dtype_name, shape, offsets = _fields(entry, name, path)
+        dtype = _DTYPES.get(dtype_name)
         if dtype is None:
             raise ValueError(
-                f"{name!r} in {path} has the dtype {entry['dtype']}, which cannot be read. Known "
-                f"are {[*_DTYPES]}."
+                f"{name!r} in {path} has the dtype {dtype_name}, which cannot be read. Known are "
+                f"{[*_DTYPES]}."
             )
-        first, last = entry["data_offsets"]
+        first, last = offsets
         if last - first != math.prod(shape) * dtype.itemsize or begin + last > size:
             raise ValueError(
                 f"{path} is damaged or cut off: {name!r} of shape {tuple(shape)} and dtype {dtype} "
                 f"has the bytes {begin + first} to {begin + last} of {size}."
             )
+        places.append((first, last, name))
         parts[name] = FilePart(path, name, dtype, shape, begin + first)
+    expected = 0  # as the format's own library, this refuses gaps and overlaps
+    for first, last, name in sorted(places):
+        if first != expected:
+            raise ValueError(
+                f"{path} is damaged: {name!r} begins at byte {begin + first}, and the tensor "
+                f"before it ends at byte {begin + expected}."
+            )
+        expected = last
     return parts
+
+
+def _fields(entry: Any, name: str, path: Path) -> tuple[str, list[int], list[int]]:
+    """Return the dtype, shape and offsets of a tensor; ValueError if they are of other types."""
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    shape, offsets = fields.get("shape", 0), fields.get("data_offsets", 0)
+    are_lists = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not are_lists or any(type(one) is not int or one < 0 for one in (*shape, *offsets)):
+        raise ValueError(f"{path} is damaged: the header's entry of {name!r} is {entry!r:.200}.")
+    return str(fields.get("dtype")), shape, offsets
 
 
 def _digest(headers: Mapping[str, Mapping[str, FilePart]]) -> str:

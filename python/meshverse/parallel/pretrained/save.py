@@ -33,7 +33,7 @@ from meshverse.parallel.models.modules import stage_of
 from .adapters import adapter_of, adapter_places, save_adapter
 from .agreement import check_is_same, gathered, on_first_rank, rank_in, together
 from .deferred import Box, Deferred, Source, read, source_of
-from .files import INDEX, WEIGHTS, FileWriter, parts_of_files
+from .files import ADAPTER_WEIGHTS, INDEX, WEIGHTS, FileWriter, parts_of_files
 from .places import (
     Place,
     class_of,
@@ -45,10 +45,12 @@ from .places import (
 )
 
 _LEAST_FILE, _LARGEST_FILE = 50 * 10**6, 5 * 10**9  # bytes of a file, unless a user gives them
-# Files of a checkpoint's folder that a save replaces.
-_OURS = re.compile(
-    r"(pytorch_)?model[-.\w]*\.(safetensors|bin)(\.index\.json)?|(generation_)?config\.json"
+# Files of a checkpoint's folder that a save of a model, or of an adapter, replaces.
+_OF_MODEL = re.compile(
+    r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+    r"|(generation_)?config\.json"
 )
+_OF_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -443,8 +445,9 @@ def _replace(temporary: Path, target: Path) -> None:
     _sync(temporary)
     older = target.with_name(temporary.name.replace(".tmp", ".old"))
     if target.exists():
+        replaced = _OF_ADAPTER if (temporary / ADAPTER_WEIGHTS).exists() else _OF_MODEL
         for each in target.iterdir():
-            if not _OURS.fullmatch(each.name) and not (temporary / each.name).exists():
+            if not replaced.fullmatch(each.name) and not (temporary / each.name).exists():
                 _link(each, temporary / each.name)
         os.rename(target, older)
     os.rename(temporary, target)

@@ -32,7 +32,7 @@ __all__ = ["Contents", "FileName", "Header", "Record", "SnapshotFile", "items_of
 _START = struct.Struct("<8sQQI")
 _MAGIC = b"mvsnap01"
 _ALIGNED = 64
-_NAME = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{12})\.(\d{6})\.snapshot")
+_NAME = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{12,})\.(\d{6})\.snapshot")
 _SIMPLE = (bool, int, float, str, type(None))  # their pickles are kept: optimizers have thousands
 
 

@@ -100,15 +100,20 @@ class Snapshot:
         waits for the copy, which the ranks send each other.
 
         Args:
-            step: number of the state; larger than the last one.
+            step: number of the state, from 0; larger than the last one.
             state: what `torch.distributed.checkpoint.save` takes. A plain value that differs
                 between ranks, such as a random number generator's, needs a key of its own on each.
 
         Raises:
-            ValueError: the step is not larger than the last one; or see `load`.
-            TypeError: a value is a shard, and no DTensor, as FSDP1's are.
+            ValueError: the step is negative, or not larger than the last one; or see `load`.
+            TypeError: the step is not an integer; or a value is a shard, and no DTensor, as FSDP1's
+                are.
             OSError: the folder's file system is full.
         """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"step={step!r} of type {type(step).__name__}: pass an int from 0.")
+        if step < 0:
+            raise ValueError(f"step={step}: steps are counted from 0.")
         if not self._attempt:
             self._begin()
         if step <= self._last:
@@ -143,8 +148,11 @@ class Snapshot:
 
     def _exchange_copies(self, name: FileName, file: SnapshotFile) -> None:
         used, partner = file.used(), self._hosts.partner()
-        sizes = {one: torch.zeros(1, dtype=torch.int64) for one in self._hosts.senders()}
-        self._exchange({partner: torch.tensor([used.numel()])}, sizes)
+        # On the CPU, whatever torch's default device is.
+        sizes = {
+            one: torch.zeros(1, dtype=torch.int64, device="cpu") for one in self._hosts.senders()
+        }
+        self._exchange({partner: torch.tensor([used.numel()], device="cpu")}, sizes)
         copies = {}
         for sender, size in sizes.items():
             copies[sender] = self._begin_file(name._replace(owner=sender), int(size))
@@ -221,7 +229,10 @@ class Snapshot:
         """
         files, headers = {}, {}
         for owner, name in names.items():
-            file = SnapshotFile(self.folder / str(name))
+            try:
+                file = SnapshotFile(self.folder / str(name))
+            except (OSError, ValueError):  # it is empty, or gone
+                continue
             header = file.header()
             if header is not None and file.is_sound(header):
                 files[owner], headers[owner] = file, header
@@ -268,7 +279,7 @@ class Snapshot:
         received = {}
         for holder, asked in wanted.items():
             n_bytes = sum(_n_bytes(record, item) for _, record, item in asked)
-            received[holder] = torch.empty(n_bytes, dtype=torch.uint8)
+            received[holder] = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         self._exchange(sent, received)
         sources, read = [], dict.fromkeys(received, 0)
         for item, (place, record) in plan.reads:
@@ -294,15 +305,16 @@ class Snapshot:
         """Begin an attempt: agree on its name, and see which ranks share a folder."""
         newest = max((int(name.attempt[:6]) for name in names_in(self.folder)), default=0)
         every = gathered((newest, secrets.token_hex(4)), self._group)
-        self._attempt = f"{1 + max(number for number, _ in every):06d}-{every[0][1]}"
-        self._hosts = meet(self.folder, self._attempt, self.failure_domain, self._group)
-        if self.copies and not self._hosts.partners:
-            one_host = f"host: all {self._world_size} ranks share {self._hosts.names[0]}"
+        attempt = f"{1 + max(number for number, _ in every):06d}-{every[0][1]}"
+        hosts = meet(self.folder, attempt, self.failure_domain, self._group)
+        if self.copies and not hosts.partners:
+            one_host = f"host: all {self._world_size} ranks share {hosts.names[0]}"
             one_domain = f"failure domain: all hosts are in {self.failure_domain!r}"
-            alone = one_host if len(self._hosts.ranks) == 1 else one_domain
+            alone = one_host if len(hosts.ranks) == 1 else one_domain
             raise ValueError(f"copies=1 needs a second {alone}. Pass copies=0")
         self._last, self._n_saved = -1, 0
         self._kept.clear()
+        self._hosts, self._attempt = hosts, attempt  # last: a refused save begins anew
 
     def _reads(self, owner: int) -> bool:
         """Whether this rank reads an owner's files, for its host."""

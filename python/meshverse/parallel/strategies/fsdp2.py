@@ -126,8 +126,6 @@ def fsdp2_strategy_parallelize(
     if not experts:  # a stage without experts, of a model with experts
         moe_mesh = None
     check_can_be_sharded(model, are_split=tp_mesh.size() > 1)
-    if config.patch_is_packed_sequence:
-        patch_is_packed_sequence()
     if tp_mesh.size() > 1:
         check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(
@@ -140,6 +138,8 @@ def fsdp2_strategy_parallelize(
         )
     if moe_mesh is not None:
         apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh)
+    if config.patch_is_packed_sequence:  # behind what can be refused
+        patch_is_packed_sequence()
     mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
     prepare(model, mode, scope, reapply_trainability)
     precision = mp_policy or replace(

@@ -41,7 +41,8 @@ class Program:
         is_module: whether the program is a module, as for `python -m`.
 
     Raises:
-        ValueError: the program is a launcher, which starts each rank as another program.
+        ValueError: the program is a launcher, which starts each rank as another program; or a
+            folder without a `__main__`.
         OSError: the file cannot be read.
     """
 
@@ -65,6 +66,8 @@ class Program:
             self._folder, self._is_archive = os.path.abspath(name), True
             self._find = self._load_archive
         else:
+            if os.path.isdir(name):
+                raise ValueError(f"{name} is a folder without a __main__.py: name a script in it.")
             if not os.access(name, os.R_OK):
                 Path(name).open("rb").close()  # raises
             self._folder = str(Path(name).resolve().parent)
