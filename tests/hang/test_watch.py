@@ -131,6 +131,57 @@ assert watched() == 1
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("stopped_by", ["parent", "child"])
+def test_a_watch_that_was_stopped_does_not_go_on_in_a_fork(stopped_by: str) -> None:
+    program = f"""
+import os, threading
+import torch.distributed as dist
+import meshverse
+
+def watched():
+    return [thread.name for thread in threading.enumerate()].count({_NAME!r})
+
+watch = meshverse.watch(90)
+if {stopped_by == "parent"}:
+    watch.stop()
+child = os.fork()
+if child == 0:
+    watch.stop()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    meshverse.init_device_mesh("cpu", (1,))
+    os._exit(watched())
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    done = _python(program, PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_receive_that_follows_one_that_was_stuck_is_reported_too(caplog, monkeypatch) -> None:
+    # It has no number, and the first one may end between two looks.
+    with fake_world(4, 1), caplog.at_level(logging.WARNING, logger="meshverse.hang.watch"):
+        meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        world = World.current()
+        assert world is not None
+        watched, now = _WatchedWorld(world, 60.0, None), time.time()
+        first = Call("7", 0, "recv", False, now - 90, peer=1, is_recorded=False)
+        second = first._replace(since=now - 70)
+        record = RankRecord(1, now, [first], {"7": GroupSeen("axis pp", [1, 3])})
+        monkeypatch.setattr(watched, "_record", lambda *, with_lines: record)
+        monkeypatch.setattr("meshverse.hang.watch.find_stuck", lambda records, is_stuck: [])
+        watched._report_alone([first])
+        record.calls = [second]
+        watched._log_ended()
+        watched._report_alone([second])
+        watched._report_alone([second])
+    said = [line.getMessage() for line in caplog.records]
+    assert [text.startswith("Rank 1: A collective is stuck") for text in said] == [
+        True,
+        False,
+        True,
+    ]
+    assert "recv on axis pp, ranks 1, 3 (tp=1) is no longer stuck, 90 s" in said[1]
+
+
 @pytest.mark.parametrize("text", ["soon", "-3"])
 def test_an_environment_that_is_no_number(text: str, monkeypatch) -> None:
     monkeypatch.setenv("MESHVERSE_WATCH", text)

@@ -595,6 +595,9 @@ def test_a_model_that_a_checkpoint_does_not_fit_is_refused(
     [
         (lambda index: index["weight_map"].update(extra="model.safetensors"), "are not of one"),
         (lambda index: index.clear(), "must be JSON with a weight_map"),
+        (lambda index: index.update(weight_map=None), "must be JSON with a weight_map"),
+        (lambda index: index.update(weight_map=["a"]), "must be JSON with a weight_map"),
+        (lambda index: index["weight_map"].update(a=3), "must be JSON with a weight_map"),
     ],
 )
 def test_an_index_that_does_not_fit_its_files_is_refused(
@@ -611,6 +614,47 @@ def test_an_index_that_does_not_fit_its_files_is_refused(
         load_pretrained(on_meta(str(tmp_path)), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda entry: entry.pop("dtype"), "has the dtype None, which cannot be read"),
+        (lambda entry: entry.update(dtype=["F32"]), "which cannot be read"),
+        (lambda entry: entry.pop("shape"), "is damaged: the header's entry of"),
+        (lambda entry: entry.update(shape=[-1, -64]), "is damaged: the header's entry of"),
+        (lambda entry: entry.pop("data_offsets"), "is damaged: the header's entry of"),
+        (lambda entry: entry.update(data_offsets=[0]), "is damaged: the header's entry of"),
+        (
+            lambda entry: entry.update(data_offsets=[at - 16 for at in entry["data_offsets"]]),
+            "is damaged: ",
+        ),
+    ],
+)
+def test_a_header_that_the_format_does_not_allow_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], text: str
+) -> None:
+    saved("llama", str(tmp_path))
+    path = tmp_path / "model.safetensors"
+    contents = path.read_bytes()
+    length = int.from_bytes(contents[:8], "little")
+    header = json.loads(contents[8 : 8 + length])
+    change(header["model.norm.weight"])
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + contents[8 + length :])
+    model = on_meta(str(tmp_path))
+    with pytest.raises(ValueError, match=text):
+        load_pretrained(model, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("text", ["null", "[" * 100_000, "[1]"])
+def test_a_header_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+    saved("llama", str(tmp_path))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    with pytest.raises(ValueError, match="its header is no JSON object"):
+        load_pretrained(on_meta(str(tmp_path)), tmp_path)
+
+
 @pytest.mark.parametrize("size", [0, -1, "5", "GB", "1.5GB", True])
 def test_a_size_of_files_that_is_none_is_refused(tmp_path: Path, size: Any) -> None:
     model = saved("llama", str(tmp_path / "given"))
@@ -623,14 +667,31 @@ def test_other_files_of_an_older_folder_are_kept(tmp_path: Path) -> None:
     model = saved("llama", str(tmp_path / "given"))
     folder = tmp_path / "saved"
     save_pretrained(model, folder, max_shard_size=50_000)
-    (folder / "tokenizer.json").write_text("tokens")
+    own = ["model_ema.safetensors", "model-best.bin", "model.fp16.safetensors", "tokenizer.json"]
+    for name in own:
+        (folder / name).write_text("tokens")
     (folder / "more").mkdir()
     (folder / "more" / "file").write_text("more")
     save_pretrained(model, folder)
-    assert (folder / "tokenizer.json").read_text() == "tokens"
+    assert [(folder / name).read_text() for name in own] == ["tokens"] * 4
     assert (folder / "more" / "file").read_text() == "more"
-    assert [each.name for each in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    written = {each.name for each in folder.iterdir() if each.name not in own}
+    assert written == {"config.json", "generation_config.json", "model.safetensors", "more"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["given", "saved"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+def test_an_adapter_that_is_saved_beside_its_model_leaves_the_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = saved("llama", str(tmp_path))
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    for _ in range(2):
+        save_pretrained(adapted, tmp_path)
+        files = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+        assert files.items() >= before.items()
+        of_adapter = {"adapter_model.safetensors", "adapter_config.json"}
+        assert files.keys() - before.keys() == of_adapter
 
 
 def test_buffers_that_are_not_on_the_meta_device_are_kept(tmp_path: Path) -> None:

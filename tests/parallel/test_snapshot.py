@@ -284,6 +284,41 @@ def test_a_damaged_file_does_not_count(crew: Crew, tmp_path: Path) -> None:
     _assert_loaded(crew.run(_load, 4, tmp_path), 1)
 
 
+@pytest.mark.parametrize("n_bytes", [0, 10])
+def test_nor_does_a_file_that_is_empty_or_cut_off(crew: Crew, tmp_path: Path, n_bytes: int) -> None:
+    crew.run(_save, 4, tmp_path, [1, 2], range(4), False)
+    newest = names_in(tmp_path / "host1")[-1]
+    os.truncate(tmp_path / "host1" / str(newest), n_bytes)
+    _assert_loaded(crew.run(_load, 4, tmp_path), 1)
+
+
+def test_steps_may_count_tokens(crew: Crew, tmp_path: Path) -> None:
+    steps = [10**12 - 1, 10**12, 3 * 10**13]
+    crew.run(_save, 2, tmp_path, steps, range(2), False)
+    _assert_loaded(crew.run(_load, 2, tmp_path), steps[-1])
+
+
+def _load_each_others_beside_a_default_device(root: Path) -> tuple[int | None, list[float]]:
+    rank = dist.get_rank()
+    folder = root / f"host{rank}"
+    Snapshot(folder).save(1, {f"of {rank}": torch.full((4,), float(rank))})
+    dist.barrier()
+    state = {f"of {1 - rank}": torch.zeros(4)}
+    torch.set_default_device("meta")
+    try:
+        step = Snapshot(folder).load(state)
+    finally:
+        torch.set_default_device(None)
+    return step, state[f"of {1 - rank}"].tolist()
+
+
+def test_ranks_exchange_their_parts_whatever_the_default_device_is(
+    crew: Crew, tmp_path: Path
+) -> None:
+    loaded = crew.run(_load_each_others_beside_a_default_device, 2, tmp_path)
+    assert loaded == [(1, [1.0] * 4), (1, [0.0] * 4)]
+
+
 def test_what_nobody_has_is_named_and_leaves_the_state_alone(crew: Crew, tmp_path: Path) -> None:
     crew.run(_save, 4, tmp_path, [7], range(4), False)
     shutil.rmtree(tmp_path / "host1")
@@ -309,8 +344,9 @@ def _errors(root: Path) -> None:
     with pytest.raises(ValueError, match="copies=2 is not possible"):
         Snapshot(root, copies=2)
     snapshot = Snapshot(root, copies=1)
-    with pytest.raises(ValueError, match="copies=1 needs a second host: all 2 ranks share"):
-        snapshot.save(1, {})
+    for step in (1, 2):
+        with pytest.raises(ValueError, match="copies=1 needs a second host: all 2 ranks share"):
+            snapshot.save(step, {})
     with pytest.raises(ValueError, match="failure_domain='' is no name"):
         Snapshot(root, failure_domain="")
     rank = dist.get_rank()
@@ -320,9 +356,16 @@ def _errors(root: Path) -> None:
         ("rack", root / str(rank), "needs a second failure domain: all hosts are in 'rack'"),
     ):
         snapshot = Snapshot(folder, copies=1, failure_domain=domain)
-        with pytest.raises(ValueError, match=message):
-            snapshot.save(1, {})
+        for step in (1, 2):
+            with pytest.raises(ValueError, match=message):
+                snapshot.save(step, {})
+    assert not names_in(root)
     snapshot = Snapshot(root)
+    for step in (True, 1.0, "3", None):
+        with pytest.raises(TypeError, match=r"step=.* pass an int from 0"):
+            snapshot.save(step, {})
+    with pytest.raises(ValueError, match="step=-5: steps are counted from 0"):
+        snapshot.save(-5, {})
     snapshot.save(1, {"a": torch.ones(2)})
     with pytest.raises(ValueError, match="step 1 is not after step 1"):
         snapshot.save(1, {"a": torch.ones(2)})

@@ -505,8 +505,9 @@ def _number_of_alarms(store: StoreKeys) -> int:
 
 
 def _identity(call: Call) -> tuple[object, ...]:
-    # Calls that torch has not recorded have no number: one that follows an equal one began later.
-    began = None if call.is_recorded else call.since
+    # Sends, receives and calls that torch has not recorded may have no number: one that follows an
+    # equal one began later.
+    began = None if call.number else call.since
     return call.group, call.number, call.operation, call.peer, began
 
 
