@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
@@ -450,3 +451,14 @@ def test_the_check_stays_where_packed_sequences_are_trained(packed_check) -> Non
     FSDP2Manager(config, None).parallelize(_Toy())
     FSDP2Manager(config, None, packed_sequences=True).parallelize(_Toy())
     assert packed_check() is original
+
+
+def test_a_model_that_is_refused_leaves_the_check(packed_check) -> None:
+    original = packed_check()
+    config = FSDP2Config(patch_is_packed_sequence=True, tp_plan={"nowhere": ColwiseParallel()})
+    with fake_world(4):
+        mesh, _ = create_device_meshes(config, ParallelismSizes(tp_size=2), world_size=4)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="nowhere"):
+                FSDP2Manager(config, mesh).parallelize(_Toy())
+            assert packed_check() is original
