@@ -24,6 +24,7 @@ import meshverse
 from helpers import via_store
 from helpers.crew import Crew
 from helpers.forked import SECONDS
+from helpers.tiers import in_tiers
 from helpers.turns import wait_until
 from helpers.worlds import fake_world
 from meshverse._torch_compat.flight_recorder import FrameWait, wait_of_frame
@@ -131,7 +132,7 @@ assert watched() == 1
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("stopped_by", ["parent", "child"])
+@pytest.mark.parametrize("stopped_by", in_tiers(["parent", "child"], ["child"]))
 def test_a_watch_that_was_stopped_does_not_go_on_in_a_fork(stopped_by: str) -> None:
     program = f"""
 import os, threading
