@@ -927,10 +927,10 @@ class DeviceMesh(StockDeviceMesh):
         with the default options of the target universe, so all ranks of the meshes must call it.
 
         Args:
-            universe: target universe, which has these ranks. By default this mesh's own, if there
-                was a default group when it was created or loaded. Else a live universe over the
-                same ranks: the one whose serial number the mesh was saved with, or the oldest that
-                has created groups. If there is none, a new universe.
+            universe: target universe, which has these ranks. By default this mesh's own, if it has
+                one on the current default group. Else a live universe over the same ranks: the one
+                whose serial number the mesh was saved with, or the oldest that has created groups.
+                If there is none, a new universe.
 
         Returns:
             This mesh. It now equals the universe's own mesh.

@@ -414,7 +414,8 @@ class UniverseGroups:
             if is_named and ref.request.way not in _NOT_SHARED:
                 return ref.request
         for ref in self:  # a group of another universe, whose layout is that of its own ranks
-            if ref.name == group_name is not None and ref.request.way is Way.OTHER_UNIVERSE:
+            is_named = group_name is not None and ref.name == group_name
+            if is_named and ref.request.way is Way.OTHER_UNIVERSE:
                 return self._builder.with_options(axis, axis_name, ref.request.options)
         return self._builder.inherited(axis, axis_name)
 
