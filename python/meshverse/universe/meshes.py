@@ -124,7 +124,12 @@ class UniverseMeshes:
         """
         if self.root is None:
             return True
-        of_root = set(_labelled(self.root._description))
+        mine = self.root._description
+        if any(
+            (one.layout, one.axis_names) == (mine.layout, mine.axis_names) for one in descriptions
+        ):
+            return True  # in most calls
+        of_root = set(_labelled(mine))
         return any(
             of_root.issuperset(_labelled(one))
             or any(_labelled(mesh._description) == _labelled(one) for mesh in self)
