@@ -98,9 +98,8 @@ def connect(
         # Noted before it is created, so that the next call ends what an interrupted one left.
         group_name = f"meshverse-connection-{name}-{number}"
         _last[key] = (lambda: None), group_name
-        made = Connection(
-            name, rounds.store, number, rank, size, backend, options, timeout, group_name
-        )
+        own_store = dist.PrefixStore(str(number), rounds.store)
+        made = Connection(name, group_name, own_store, rank, size, backend, options, timeout)
         _last[key] = weakref.ref(made), group_name
         return made
 
@@ -109,9 +108,9 @@ def connect(
 # error, other ranks still read the reason.
 _hosted: dict[str, dist.Store] = {}
 # By process id and name, as a fork has its parent's neither: the last connection with its group's
-# c10d name, and one claim for each call that is connecting now.
+# c10d name, and who is connecting it now.
 _last: dict[tuple[int, str], tuple[Callable[[], Connection | None], str]] = {}
-_claims: dict[tuple[int, str], object] = {}
+_claims: dict[tuple[int, str], Claim] = {}
 
 
 @contextlib.contextmanager
@@ -121,8 +120,9 @@ def _claimed(name: str) -> Iterator[tuple[int, str]]:
     The group of a connection that was dropped without `close()` ends: nothing else would end it.
     """
     key, mine = (os.getpid(), name), object()
+    claim = _claims.setdefault(key, Claim())
     try:
-        if _claims.setdefault(key, mine) is not mine:  # of several threads, one gets its own
+        if not claim.take(mine):
             raise ValueError(
                 f"Another thread of this process is connecting {name!r}. Pass another name."
             )
@@ -138,14 +138,9 @@ def _claimed(name: str) -> Iterator[tuple[int, str]]:
         yield key
     finally:
         try:
-            _give_back(key, mine)
+            claim.give_back(mine)
         finally:
-            _give_back(key, mine)  # if a signal handler has raised in the first
-
-
-def _give_back(key: tuple[int, str], mine: object) -> None:
-    if _claims.get(key) is mine:
-        _claims.pop(key, None)
+            claim.give_back(mine)  # if a signal handler has raised as the first began
 
 
 def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -308,14 +303,13 @@ class Connection:
     def __init__(
         self,
         name: str,
+        group_name: str,
         store: dist.Store,
-        number: int,
         rank: int,
         size: int,
         backend: str,
         options: BackendOptions | None,
         timeout: timedelta,
-        group_name: str,
     ) -> None:
         self.name, self.rank, self.size = name, rank, size
         self._in_use = Claim()
@@ -323,7 +317,7 @@ class Connection:
         try:
             with outside_torch_modes():
                 self._group = create_connected(
-                    *(dist.PrefixStore(str(number), store), rank, size),
+                    *(store, rank, size),
                     backend=backend,
                     backend_options=options,
                     timeout=timeout,

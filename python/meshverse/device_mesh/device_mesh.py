@@ -189,8 +189,7 @@ class DeviceMesh(StockDeviceMesh):
         _root_mesh: StockDeviceMesh | None = None,
     ) -> None:
         tags_before: tuple[str, ...] = ()
-        if universe is not None:
-            check_universe(universe)
+        check_universe(universe)
         if mesh is not None:
             if _layout is not None or _rank_map is not None:
                 raise TypeError("Cannot provide _layout and/or _rank_map if passing explicit mesh")

@@ -104,7 +104,7 @@ def _are_stocks(names: list[str], saved: SavedState) -> bool:
 
 
 def _live_mesh(saved: SavedState) -> DeviceMesh | None:
-    """Return a mesh on the groups of a live universe that may have it and has all of them, or None.
+    """Return the mesh in a live universe that may have it and has a group for each axis, or None.
 
     Of several such universes, this takes the one whose groups were requested for the most of these
     axis names, and of equals the first. The choice depends only on the groups and the order of

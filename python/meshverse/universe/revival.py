@@ -174,7 +174,7 @@ def _held_by(holders: Sequence[object]) -> tuple[list[HeldGroup], list[str]]:
 
 def _numbered(universes: Sequence[Universe]) -> list[Universe]:
     """Return the universes that have a number, in the same order on all ranks."""
-    # The others called nothing that created groups for all their ranks.
+    # The others have created no group for all of their ranks.
     numbered = [one for one in universes if one.groups.calls.number is not None]
     return sorted(numbered, key=lambda universe: (universe.rank_map.fingerprint, universe.serial))
 

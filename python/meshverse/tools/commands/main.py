@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         return refuse(error)
-    # The user's program is called, as its errors pass through.
+    # Outside of the `try`: errors of the user's program pass through.
     return status() if callable(status) else status
 
 

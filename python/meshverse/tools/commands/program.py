@@ -28,6 +28,10 @@ _LAUNCHERS = {
 }
 
 
+# Files of the functions that import a module, in tracebacks.
+_IMPORTING = ("<frozen importlib", importlib.__file__)
+
+
 class NoProgramError(ValueError):
     """There is no such module, or it has no Python code."""
 
@@ -190,7 +194,7 @@ def _after_ours(frames: Sequence[TracebackType]) -> TracebackType | None:
     """Return the first frame of a package that could not be imported, after ours; or None."""
     files = [one.tb_frame.f_code.co_filename for one in frames]
     start = len(files) - files[::-1].index(__file__) if __file__ in files else 0
-    left = (index for index in range(start, len(files)) if "importlib" not in files[index])
+    left = (index for index in range(start, len(files)) if not files[index].startswith(_IMPORTING))
     first = next(left, None)
     return None if first is None else frames[first]
 
