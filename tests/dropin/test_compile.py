@@ -174,9 +174,7 @@ def _run(name: str, program: Callable[[Family], Any]) -> Any:
         return program(family)
 
 
-@pytest.mark.parametrize(
-    "program", in_tiers(_PROGRAMS, _PROGRAMS.keys() - {"tensor parallel", "FSDP2 by block"})
-)
+@pytest.mark.parametrize("program", in_tiers(_PROGRAMS, ["different meshes", "slice inside"]))
 def test_compiles_as_often_as_stock(program: str) -> None:
     """A second call compiles nothing; equal meshes share graphs, and others do not, as in stock."""
     stock, ours, installed = (_run(name, _PROGRAMS[program]) for name in SIDES)

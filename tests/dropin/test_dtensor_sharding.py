@@ -277,7 +277,7 @@ def _on_a_mesh(side_name: str, program: str) -> Answers:
         return _PROGRAMS[program](mesh)
 
 
-@pytest.mark.parametrize("program", _PROGRAMS)
+@pytest.mark.parametrize("program", in_tiers(_PROGRAMS, list(_PROGRAMS)[:1]))
 def test_gradients_losses_and_own_functions(crew: Crew, program: str) -> None:
     _on_every_side(crew, _on_a_mesh, program)
 

@@ -116,7 +116,7 @@ def test_outputs_are_stocks(program: str, dynamic: bool | None) -> None:
     assert seen["installed"].equal(seen["stock"])
 
 
-@pytest.mark.parametrize("which", in_tiers(SIDES, ["stock", "ours"]))
+@pytest.mark.parametrize("which", in_tiers(SIDES, ["ours"]))
 def test_constants_as_the_world_grows(which: str) -> None:
     grown = []
     sizes = (64, _RANKS)

@@ -103,7 +103,7 @@ def _compare_gradients(model: nn.Module, alone: nn.Module) -> None:
         torch.testing.assert_close(seen.grad.full_tensor(), wanted.grad)
 
 
-@pytest.mark.parametrize("entrance", in_tiers(ENTRANCES, list(ENTRANCES)[::2]))
+@pytest.mark.parametrize("entrance", in_tiers(ENTRANCES, list(ENTRANCES)[:1]))
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_entrance_equals_one_process(crew: Crew, ranks: int, entrance: str) -> None:
     crew.run(_equals_one_process, ranks, entrance)

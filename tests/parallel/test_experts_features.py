@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 import meshverse
 from helpers.crew import Crew
+from helpers.tiers import in_tiers
 from meshverse.parallel.experts.features import ExpertFeaturesParallel
 from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
 
@@ -60,7 +61,7 @@ def compare(form: str) -> tuple[float, set[str]]:
     return worst, {n for n, each in split.named_parameters() if isinstance(each, DTensor)}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", in_tiers([2, 3, 4], [2]))
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_equal_one_process(crew: Crew, form: str, ranks: int) -> None:
     for worst, split in crew.run(compare, ranks, form):

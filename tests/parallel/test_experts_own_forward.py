@@ -72,7 +72,7 @@ def compare(style: str, name: str, counts: list[int]) -> tuple[float, str]:
     return largest_error(seen, expected, floor=1e-2)
 
 
-@pytest.mark.parametrize("name", in_tiers(OWN, [*OWN][::2]))
+@pytest.mark.parametrize("name", in_tiers(OWN, [*OWN][::4]))
 @pytest.mark.parametrize("style", STYLES)
 def test_own_forwards_equal_one_process(crew: Crew, style: str, name: str) -> None:
     for error, worst in crew.run(compare, 2, style, name, [5, 9]):

@@ -188,7 +188,7 @@ def _of_fsdp2(rows: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("rows", [1, 5, 7])
+@pytest.mark.parametrize("rows", in_tiers([1, 5, 7], [1, 5]))
 def test_pieces_of_strided_and_empty_shards(crew: Crew, rows: int) -> None:
     crew.run(_of_fsdp2, 8, rows)
 

@@ -6,6 +6,7 @@ loads one file, and then the ranks communicate on what they loaded.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.forked import SECONDS
 from helpers.sides import mesh_class, side
+from helpers.tiers import in_tiers
 from helpers.worlds import live_groups
 from meshverse import DeviceMesh
 
@@ -106,8 +108,10 @@ def test_saved_and_loaded_on_the_same_side(
     _all_right(crew.run(_load, 4, loaded, str(tmp_path), False, weights_only), loaded)
 
 
-@pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("numbers_taken", [True, False])
+@pytest.mark.parametrize(
+    ("numbers_taken", "weights_only"),
+    in_tiers(itertools.product([True, False], [True, False]), [(True, True), (False, False)]),
+)
 def test_saved_on_stock_and_loaded_while_installed(
     crew: Crew, numbers_taken: bool, weights_only: bool, tmp_path: Path
 ) -> None:

@@ -32,10 +32,10 @@ def test_a_mesh_makes_one_group_an_axis(world) -> None:
 @pytest.mark.parametrize(
     ("degrees", "rank", "stock_groups", "our_groups"),
     [
-        (_TRAINER, 0, 19, 7),
+        pytest.param(_TRAINER, 0, 19, 7, marks=pytest.mark.long),
         (_TRAINER, 7_321, 19, 7),
         # Here the replicas differ from the shards: one group more.
-        (_WITH_REPLICAS, 11, 19, 8),
+        pytest.param(_WITH_REPLICAS, 11, 19, 8, marks=pytest.mark.long),
     ],
 )
 def test_five_views_of_one_world(degrees, rank, stock_groups, our_groups) -> None:
