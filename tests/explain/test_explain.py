@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from datetime import timedelta
@@ -90,6 +91,29 @@ def test_options_are_a_column_where_they_differ() -> None:
     options = [re.split("  +", row.strip())[-2] for row in rows]
     assert options[:2] == ["timeout=1800s"] * 2
     assert "own" in options[2]
+
+
+def test_why_groups_of_the_same_ranks_are_not_shared_is_said_below() -> None:
+    with fake_world(8, 5):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), isolate="a")
+        universe = mesh.universe
+        init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "b", "c"), universe=universe)
+        universe.group([1, 5], name="long", timeout=timedelta(seconds=50))
+        *_, meaning, said = str(universe.explain()).splitlines()
+        assert meaning.startswith("Saved: ")
+        assert said == (
+            "Several groups have the ranks 1, 5, because options differ: dp (fake, timeout=1800s, "
+            "tag='a'); dp (fake, timeout=1800s); long (fake, timeout=50s)."
+        )
+        assert said in html.unescape(universe.explain()._repr_html_())
+
+
+def test_groups_of_the_same_ranks_that_are_no_second_ones_are_not_said() -> None:
+    with fake_world(8, 5):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        mesh["dp", "tp"].flatten("all")
+        mesh.unflatten("tp", (4, 1), ("a", "one"))
+        assert "Several groups" not in str(mesh.universe.explain())
 
 
 def test_a_table_fits_the_columns_of_the_terminal(mesh, monkeypatch) -> None:

@@ -315,7 +315,7 @@ def _kept(wanted: World, folder: Path) -> tuple[list[float], int | None, list[fl
 
 
 @needs_transformers
-@at("gloo", "nccl mixed", "nccl bound mixed")
+@at("gloo", "nccl mixed", "nccl bound mixed", gloo_is_long=True)
 def test_a_snapshot_brings_back_the_state(
     world: World, run: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ def _trained(wanted: World) -> dict[str, Any]:
         return {"alone": alone, "losses": losses, "apart": apart}
 
 
-@at("gloo", "nccl", "nccl bound", "nccl bound mixed")
+@at("gloo", "nccl", "nccl bound", "nccl bound mixed", gloo_is_long=True)
 def test_training_is_that_of_one_process(world: World, run: Callable[..., list[Any]]) -> None:
     for seen in run(_trained, 4, world):
         assert seen["losses"] == pytest.approx(seen["alone"], rel=TOLERANCE)

@@ -594,7 +594,8 @@ def _many_short_calls(library: Path, how: str) -> tuple[int, int]:
     return len(heard), n_long
 
 
-@pytest.mark.parametrize("how", [pytest.param("all_reduce", marks=pytest.mark.long), "send"])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["all_reduce", "send"])
 def test_many_short_calls_are_no_long_one(crew: Crew, via_store_library: Path, how: str) -> None:
     heard, n_long = zip(*crew.run(_many_short_calls, 2, via_store_library, how), strict=True)
     assert max(heard) <= sum(n_long)

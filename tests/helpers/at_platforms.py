@@ -16,16 +16,20 @@ ON_GPU = (
 )
 
 
-def at(*ways: str) -> pytest.MarkDecorator:
+def at(*ways: str, gloo_is_long: bool = False) -> pytest.MarkDecorator:
     """Run a test in each of these ways, given to it as `way`.
 
     Args:
         ways: a platform, then "bound" or "mixed" or both; see `helpers.platforms.World`.
+        gloo_is_long: whether the long tier has the case of gloo.
     """
-    return pytest.mark.parametrize("way", [pytest.param(way, marks=_marks(way)) for way in ways])
+    cases = [pytest.param(way, marks=_marks(way, gloo_is_long)) for way in ways]
+    return pytest.mark.parametrize("way", cases)
 
 
-def _marks(way: str) -> tuple[pytest.MarkDecorator, ...]:
+def _marks(way: str, gloo_is_long: bool) -> tuple[pytest.MarkDecorator, ...]:
     if way.startswith("nccl"):
         return ON_GPU
+    if way == "gloo" and gloo_is_long:
+        return (pytest.mark.long,)
     return (needs_one_split,) if way == "splitting bound" else ()

@@ -496,7 +496,12 @@ def _save_meta(model: Any, folder: str) -> object:
     ("call", "kind", "text"),
     [
         (_load("absent"), "FileNotFoundError", "FOLDER/absent is no folder"),
-        (_load(""), "FileNotFoundError", r"has no model\.safetensors"),
+        pytest.param(
+            _load(""),
+            "FileNotFoundError",
+            r"has no model\.safetensors",
+            marks=pytest.mark.long,
+        ),
         (
             partial(_load_changed, change=_drop),
             "ValueError",
@@ -520,7 +525,12 @@ def _save_meta(model: Any, folder: str) -> object:
             "ValueError",
             r"is \(128, 32\) in FOLDER/1, but \(96, 32\).* \(on ranks \[1, 3\]\)",
         ),
-        (_save_meta, "ValueError", "are on the meta device, and have no values to save"),
+        pytest.param(
+            _save_meta,
+            "ValueError",
+            "are on the meta device, and have no values to save",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_bad_input_raises_the_same_on_all_ranks_and_changes_nothing(

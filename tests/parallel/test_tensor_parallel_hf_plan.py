@@ -200,7 +200,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    in_tiers(VARIANTS, short=("norms of heads in cohere", "a vocabulary that does not divide")),
+    in_tiers(VARIANTS, short=("a vocabulary that does not divide",)),
 )
 def test_what_configs_switch_on_equals_one_process(crew: Crew, name: str) -> None:
     for outcome in crew.run(variant, 2, *VARIANTS[name]):

@@ -190,7 +190,8 @@ def test_a_call_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("step", in_tiers([1, 53, 211], [211], [53]))
+@pytest.mark.long
+@pytest.mark.parametrize("step", in_tiers([1, 53], [53], []))
 def test_wherever_it_was_interrupted_it_revives_or_says_what_to_do(step: int) -> None:
     place, is_interrupted = 1 - step, True
     while is_interrupted:

@@ -201,7 +201,7 @@ class Explanation:
     def _table(self) -> tuple[list[str], list[list[str]], list[int]]:
         """Return what all groups have alike; the rows, titles first; the columns of numbers."""
         columns = {
-            "axes": [", ".join(group.requests) for group in self.groups],
+            "axes": [_axes_in_words(group) for group in self.groups],
             "meshes over": ["; ".join(group.over) for group in self.groups],
             "requested": [_times(group) for group in self.groups],
             "layout": [group.layout for group in self.groups],
@@ -225,12 +225,18 @@ class Explanation:
     def _foot(self) -> list[str]:
         foot = [*_MEANING]
         foot += [
-            f"Shared, and called by several threads: {', '.join(group.requests)} (ranks "
+            f"Shared, and called by several threads: {_axes_in_words(group)} (ranks "
             f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "
             "calls must overlap, give one axis its own group: see meshverse.isolate."
             for group in self.groups
             if len(group.threads) > 1
         ]
+        for same in self._same_ranks_other_options():
+            each = "; ".join(
+                f"{_axes_in_words(group)} ({_backend_and_options(group)})" for group in same
+            )
+            ranks = rank_list(same[0].ranks)
+            foot.append(f"Several groups have the ranks {ranks}, because options differ: {each}.")
         if self.n_duplicates:
             foot.append(
                 f"{in_other_universes(self.n_duplicates)} To share them, create their meshes with "
@@ -238,6 +244,16 @@ class Explanation:
                 "they must overlap."
             )
         return foot
+
+    def _same_ranks_other_options(self) -> list[list[GroupExplanation]]:
+        """Return the groups that are over the same ranks as others, but have other options."""
+        found: dict[frozenset[int], dict[str, GroupExplanation]] = {}
+        for group in self.groups:
+            if len(group.ranks) > 1:
+                found.setdefault(frozenset(group.ranks), {}).setdefault(
+                    _backend_and_options(group), group
+                )
+        return [[*same.values()] for same in found.values() if len(same) > 1]
 
     def _in_numbers(self) -> str:
         planned = f"{self.planned} planned (lazy), " if self.planned else ""
@@ -278,10 +294,18 @@ def _times(group: GroupExplanation) -> str:
     return f"{times} time{'s' * (times != 1)}"
 
 
+def _axes_in_words(group: GroupExplanation) -> str:
+    return ", ".join(group.requests)
+
+
 def _options_in_words(group: GroupExplanation) -> str:
     # Without the backend, which has its own column.
     _, _, rest = group.options.removesuffix(")").partition(", ")
     return rest or "defaults"
+
+
+def _backend_and_options(group: GroupExplanation) -> str:
+    return f"{group.backend}, {_options_in_words(group)}"
 
 
 def explain(

@@ -223,8 +223,9 @@ _PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("module", in_tiers(["mine", "mine.train"], ["mine.train"]))
-@pytest.mark.parametrize("code", in_tiers(_PACKAGES, ["a missing file"]))
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["mine", "mine.train"])
+@pytest.mark.parametrize("code", _PACKAGES)
 def test_a_package_that_cannot_be_imported_shows_its_own_error(
     code: str, module: str, tmp_path: Path
 ) -> None:
