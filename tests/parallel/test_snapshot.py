@@ -9,10 +9,11 @@ import random
 import re
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, UserDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ import torch.distributed as dist
 from snapshot_job import WIDTH, Job
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import UninitializedParameter
 
 from helpers.crew import Crew
 from helpers.forked import Forked
@@ -30,7 +34,7 @@ from helpers.held import grown
 from helpers.versions import AT_LEAST_2_12
 from meshverse import init_device_mesh
 from meshverse.parallel import Snapshot
-from meshverse.parallel.snapshot.file import names_in
+from meshverse.parallel.snapshot.file import SnapshotFile, names_in
 from meshverse.parallel.snapshot.hosts import partners_of
 
 HOSTS = 2
@@ -401,6 +405,196 @@ def test_shards_of_fsdp1_are_refused_by_name(crew: Crew, tmp_path: Path) -> None
             "'parameters._fsdp_wrapped_module._flat_param' is a FlatParameter, whose parts"
         )
         assert "Use fully_shard (FSDP2) in place of" in of_state
+
+
+# --- Values that a snapshot cannot hold, or that have no place ------------------------------------
+
+
+class _Inside:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class _Two(torch.Tensor):
+    pass
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _strided(rows: int, factor: int) -> DTensor:
+    mesh = init_device_mesh("cpu", (2, 1))
+    placements = [_StridedShard(0, split_factor=factor), Replicate()]
+    return DTensor.from_local(torch.ones(rows), mesh, placements, run_check=False)
+
+
+def _on_descending_ranks() -> DTensor:
+    return distribute_tensor(torch.arange(4.0), StockDeviceMesh("cpu", [1, 0]), [Shard(0)])
+
+
+def _partial() -> DTensor:
+    return DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
+
+
+_REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "freed": (_freed, "'a' has no memory"),
+    "strided": (lambda: _strided(4, 2), "is not split into 2 equal blocks"),
+    "descending ranks": (_on_descending_ranks, "whose ranks do not ascend along axis 0"),
+    "partial": (_partial, r"redistribute it to Replicate\(\) or Shard\(\) first"),
+    "expanded": (lambda: torch.ones(1).expand(3), "'a' is expanded"),
+    "sparse": (lambda: torch.ones(3).to_sparse(), "'a' is a torch.sparse_coo tensor"),
+    "meta": (lambda: torch.ones(3, device="meta"), "'a' is a meta tensor"),
+    "subclass": (lambda: torch.ones(3).as_subclass(_Two), "'a' is a _Two"),
+    "uninitialized": (UninitializedParameter, "'a' is uninitialized"),
+    "object inside": (lambda: {"b": _Inside()}, r"'a\.b' is a _Inside inside of a container"),
+    "read-only": (lambda: MappingProxyType({"b": 1}), r"'a\.b' is in a mappingproxy"),
+    "one name": (lambda: {0: 1, "0": 2}, r"two values of the state have the name 'a\.0'"),
+}
+
+
+def _refused(root: Path) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    snapshot = Snapshot(_folder(root))
+    snapshot.save(1, {"a": torch.ones(2)})
+    for name, (make, _) in _REFUSED.items():
+        found[name] = []
+        for call in (lambda state: snapshot.save(2, state), snapshot.load):
+            with pytest.raises((TypeError, ValueError)) as error:
+                call({"a": make()})
+            found[name].append(str(error.value))
+    snapshot.save(3, {"a": torch.ones(2)})
+    return found
+
+
+def test_what_could_not_be_loaded_again_is_refused_by_name(crew: Crew, tmp_path: Path) -> None:
+    for found in crew.run(_refused, 2, tmp_path):
+        for name, (_, message) in _REFUSED.items():
+            assert all(re.search(message, text) for text in found[name]), found[name]
+
+
+def _other_states(root: Path) -> list[Any]:
+    """Return what loads of other states than the saved one return, and the states afterwards."""
+    saved = {"a": torch.full((2,), 300.7), "b": {"c": 1, "d": UserDict(e=2)}, "f": {0: 5, 1: [6]}}
+    Snapshot(_folder(root)).save(1, saved)
+    dist.barrier()
+    others: list[dict[str, Any]] = [
+        {"a": torch.zeros(2), "b": {"c": {3}, "d": UserDict(e=(4,))}, "f": {0: 0, 1: 0}},
+        {"a": torch.zeros(2), "b": {"c": {3}, "d": UserDict(e=(4,))}, "f": {0: 0}},
+        {"a": torch.zeros(2, dtype=torch.uint8), "b": {"c": 0, "d": {"e": 0}}, "f": {0: 0, 1: 0}},
+        {**saved, "g": {7}},
+    ]
+    return [(Snapshot(_folder(root)).load(state), _as_lists(state)) for state in others]
+
+
+def _as_lists(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _as_lists(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+def test_a_state_gets_all_that_was_saved_or_stays_as_it_was(crew: Crew, tmp_path: Path) -> None:
+    value = torch.tensor(300.7).item()
+    for loaded in crew.run(_other_states, 2, tmp_path):
+        assert loaded == [
+            (1, {"a": [value] * 2, "b": {"c": 1, "d": {"e": 2}}, "f": {0: 5, 1: [6]}}),
+            (None, {"a": [0.0] * 2, "b": {"c": {3}, "d": {"e": (4,)}}, "f": {0: 0}}),
+            (None, {"a": [0] * 2, "b": {"c": 0, "d": {"e": 0}}, "f": {0: 0, 1: 0}}),
+            (
+                None,
+                {"a": [value] * 2, "b": {"c": 1, "d": {"e": 2}}, "f": {0: 5, 1: [6]}, "g": {7}},
+            ),
+        ]
+
+
+def _of_each_rank(root: Path, kind: str, saves: bool) -> tuple[int | None, list[float]]:
+    """Save or load values that differ between ranks under one key. Each rank has a folder."""
+    rank = dist.get_rank()
+    value = torch.arange(1.0, 1 + (1 << 19))
+    value = value + rank if kind == "of other meshes" else value.roll(2 * rank)  # the same words
+    if kind == "of other meshes":
+        mesh = init_device_mesh("cpu", (1,), ranks=[rank])
+        value = DTensor.from_local(value, mesh, [Shard(0)])
+    state = {"a": value if saves else torch.zeros_like(value)}
+    snapshot, step = Snapshot(root / f"rank{rank}"), None
+    if saves:
+        snapshot.save(1, state)
+    else:
+        step = snapshot.load(state)
+    local = state["a"].to_local() if isinstance(state["a"], DTensor) else state["a"]
+    return step, local[:2].tolist()
+
+
+@pytest.mark.parametrize("kind", ["of other meshes", "with one sum"])
+def test_no_rank_gets_another_ones_value(crew: Crew, tmp_path: Path, kind: str) -> None:
+    crew.run(_of_each_rank, 3, tmp_path, kind, True)
+    loaded = crew.run(_of_each_rank, 3, tmp_path, kind, False)
+    assert [step for step, _ in loaded] == [1] * 3
+    assert len({tuple(values) for _, values in loaded}) == 3
+    shutil.rmtree(tmp_path / "rank2")  # the others' values differ, so none can be taken for its
+    assert crew.run(_of_each_rank, 3, tmp_path, kind, False) == [(None, [0.0, 0.0])] * 3
+
+
+def _interrupted_save(root: Path) -> list[str]:
+    snapshot = Snapshot(root)
+    for step in range(1, 4):
+        snapshot.save(step, {"a": torch.ones(2)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SnapshotFile, "_checksum", _raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            snapshot.save(4, {"a": torch.ones(2)})
+    left = sorted(path.name for path in root.glob("*.snapshot")) + [
+        path.name for path in root.glob(".*.snapshot")
+    ]
+    snapshot.save(4, {"a": torch.ones(2)})
+    return left
+
+
+def _raise_interrupt(*_: object) -> int:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_save_leaves_no_file(crew: Crew, tmp_path: Path) -> None:
+    (left,) = crew.run(_interrupted_save, 1, tmp_path)
+    assert [name.split(".")[1] for name in left] == ["000000000003"]
+
+
+def _settings(root: Path) -> list[str]:
+    messages = []
+    for keep, copies in ((2 + dist.get_rank(), 0), (2, dist.get_rank())):
+        with pytest.raises(ValueError, match=r"\(keep, copies\) must be the same") as error:
+            Snapshot(_folder(root), keep=keep, copies=copies).save(1, {})
+        messages.append(str(error.value))
+    for keep_of_others in (2.5, True, float("inf")):
+        with pytest.raises(TypeError, match=r"keep=.* pass an int from 2"):
+            Snapshot(root, keep=keep_of_others)  # type: ignore[arg-type]
+    os.chmod(root, 0o777)
+    with pytest.raises(PermissionError, match="could write files, which load"):
+        Snapshot(root)
+    return messages
+
+
+def test_other_settings_on_other_ranks_are_refused(crew: Crew, tmp_path: Path) -> None:
+    for messages in crew.run(_settings, 2, tmp_path):
+        assert "is (2, 0) on rank 0, (3, 0) on rank 1" in messages[0]
+        assert "is (2, 0) on rank 0, (2, 1) on rank 1" in messages[1]
+
+
+def _after_chdir(root: Path) -> int | None:
+    os.chdir(root)
+    snapshot = Snapshot("relative")
+    for step, folder in enumerate((root, root.parent, root), 1):
+        os.chdir(folder)
+        snapshot.save(step, {"a": torch.ones(2)})
+    return Snapshot(root / "relative").load({"a": torch.zeros(2)})
+
+
+def test_a_relative_folder_is_that_of_the_construction(crew: Crew, tmp_path: Path) -> None:
+    assert crew.run(_after_chdir, 1, tmp_path) == [3]
 
 
 # --- Failure domains -----------------------------------------------------------------------------

@@ -309,7 +309,7 @@ def _add(side: Side, meshes: dict[int, int], name: str, given: Tensor | Piece, w
     if mesh is not None and mesh.get_coordinate() is None:
         return
     local = local_tensor(tensor)
-    _check_kind(local, what if mesh is None else f"The local tensor of {what}")
+    check_kind(local, what if mesh is None else f"The local tensor of {what}")
     side.tensors[name] = tensor
     shape = tuple(tensor.shape)
     window = window or tuple((0, size) for size in shape)
@@ -335,7 +335,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return waited(local)
 
 
-def _check_kind(tensor: Tensor, what: str) -> None:
+def check_kind(tensor: Tensor, what: str) -> None:
+    """Check that a local tensor's values can be copied as they are in memory.
+
+    Raises:
+        TypeError: it is a subclass of torch.Tensor, or has no plain values in memory.
+        ValueError: its memory was freed.
+    """
     if type(tensor) is not Tensor:
         raise TypeError(
             f"{what} is a {type(tensor).__name__}, whose data cannot be copied like a plain "

@@ -9,7 +9,6 @@ the header, a pickled `Header`.
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import pickle
@@ -22,16 +21,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import DTensor
 
-__all__ = ["Contents", "FileName", "Header", "Record", "SnapshotFile", "items_of", "names_in"]
+from .values import Values
+
+__all__ = ["Contents", "FileName", "Header", "Record", "SnapshotFile", "names_in"]
 
 _START = struct.Struct("<8sQQI")
-_MAGIC = b"mvsnap01"
+_MAGIC = b"mvsnap02"
 _ALIGNED = 64
+_BLOCK = 1 << 20  # bytes that a checksum reads at a time
+_COLUMNS = 512  # of 8 bytes
 _NAME = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{12,})\.(\d{6})\.snapshot")
 _SIMPLE = (bool, int, float, str, type(None))  # their pickles are kept: optimizers have thousands
 
@@ -83,6 +83,11 @@ class Header:
     hosts: list[tuple[str, list[int]]]
     records: list[Record]
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the saved values."""
+        return {record.item.index.fqn for record in self.records}
+
 
 class SnapshotFile:
     """A file that is mapped into memory.
@@ -115,6 +120,11 @@ class SnapshotFile:
         """Give the file another name, which takes effect at once or not at all."""
         os.rename(self.path, path)
         self.path = path
+
+    def remove_if_begun(self) -> None:
+        """Remove the file, unless it is whole: it has the name of whole ones."""
+        if self.path.name.startswith("."):
+            self.path.unlink(missing_ok=True)
 
     def write(self, contents: Contents) -> None:
         """Copy items into the file, and their header."""
@@ -160,12 +170,25 @@ class SnapshotFile:
         )
 
     def _checksum(self, start: int, size: int) -> int:
+        """Return a checksum that depends on each value and its position.
+
+        CRC-32 of a large item would take longer than its copy. Instead, the item is seen as rows:
+        the CRC-32 is of the sums of their columns and of each row.
+        """
         end = start + _padded(size, 8)
         if size < 1 << 20:
             with memoryview(self._map) as view:
                 return zlib.crc32(view[start:end])
-        # Reads as fast as memory does, unlike CRC-32: finds pages that were not written.
-        return int(self.bytes[start:end].view(torch.int64).sum())
+        checksum, whole = 0, start + (end - start) // _BLOCK * _BLOCK
+        sums = bytearray(8 * (_COLUMNS + _BLOCK // (8 * _COLUMNS)))
+        words = torch.frombuffer(sums, dtype=torch.int64)
+        for block in range(start, whole, _BLOCK):  # which stays in the processor's cache
+            rows = self.bytes[block : block + _BLOCK].view(torch.int64).view(-1, _COLUMNS)
+            torch.sum(rows, 0, out=words[:_COLUMNS])
+            torch.sum(rows, 1, out=words[_COLUMNS:])
+            checksum = zlib.crc32(sums, checksum)
+        with memoryview(self._map) as view:
+            return zlib.crc32(view[whole:end], checksum)
 
     def tensor(self, record: Record) -> torch.Tensor:
         """Return the tensor of a record, in the file's memory."""
@@ -202,29 +225,24 @@ class Contents:
         hosts: list[tuple[str, list[int]]],
     ) -> None:
         self.world_size, self.hosts = world_size, hosts
-        planner, items = items_of(state)
+        values = Values(state)
         self.pickles: dict[tuple[type, str], bytes] = {}
-        self.items = [(item, self._value(planner, item, pickles)) for item in items]
+        self.items = [(item, self._value(values, item, pickles)) for item in values.items]
         self.places = list(self._placed())
         self.end = _padded(sum(self.places[-1])) if self.places else _ALIGNED
         # The header has at most 64 bytes an item more than this.
-        header = len(pickle.dumps((items, hosts))) + 64 * len(items)
+        header = len(pickle.dumps((values.items, hosts))) + 64 * len(values.items)
         self.n_bytes = self.end + header + 4096
 
     def _value(
-        self, planner: DefaultSavePlanner, item: WriteItem, pickles: dict[tuple[type, str], bytes]
+        self, values: Values, item: WriteItem, pickles: dict[tuple[type, str], bytes]
     ) -> torch.Tensor | bytes:
         if item.type != WriteItemType.BYTE_IO:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, torch.Tensor)
-            return tensor
-        value = planner.lookup_object(item.index)
+            return values.tensor(item)
+        value = values.by_name[item.index.fqn]
         key = (type(value), repr(value)) if type(value) in _SIMPLE else None
         pickled = pickles.get(key) or self.pickles.get(key) if key else None
-        if pickled is None:
-            resolved = planner.resolve_data(item)
-            assert isinstance(resolved, io.BytesIO)
-            pickled = resolved.getvalue()
+        pickled = pickled or values.pickled(item)
         if key:
             self.pickles[key] = pickled
         return pickled
@@ -235,29 +253,6 @@ class Contents:
             size = value.nbytes if isinstance(value, torch.Tensor) else len(value)
             yield start, size
             start = _padded(start + size)
-
-
-def items_of(state: dict[str, Any]) -> tuple[DefaultSavePlanner, list[WriteItem]]:
-    """Return this rank's items of a state, and the planner that finds their values.
-
-    Raises:
-        TypeError: a value is a part of a tensor, and no DTensor, as those of FSDP1 are.
-    """
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state)
-    items = planner.create_local_plan().items
-    for item in items:
-        value = planner.state_dict[item.index.fqn]
-        is_part = item.type == WriteItemType.SHARD and not isinstance(value, DTensor)
-        is_flat = isinstance(value, FlatParameter)  # whose class is Parameter
-        if is_part or is_flat:
-            kind = "FlatParameter" if is_flat else type(value).__name__
-            raise TypeError(
-                f"{item.index.fqn!r} is a {kind}, whose parts are loaded by ranks "
-                "of the same mesh only: Snapshot takes DTensors. Use fully_shard (FSDP2) in place "
-                "of FullyShardedDataParallel (FSDP1)"
-            )
-    return planner, items
 
 
 def _allocate(opened: int, n_bytes: int, path: Path) -> None:

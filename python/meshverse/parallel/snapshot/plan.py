@@ -21,15 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem
 
-from .file import Header, Record, SnapshotFile, items_of
+from .file import Header, Record, SnapshotFile
+from .values import Values
 
 __all__ = ["Place", "Plan", "part_of"]
 
@@ -57,6 +52,7 @@ class Plan:
         distance: how far away a holder's files are.
 
     Attributes:
+        names: names of all values of the state.
         reads: planned reads, each with the place to read from.
         missing: what nobody has, in words.
     """
@@ -69,7 +65,8 @@ class Plan:
         world_size: int,
         distance: Callable[[int], int],
     ) -> None:
-        needs = {item.index: _size(item) for item in items_of(state)[1]}
+        self._values = values = Values(state)
+        needs = {item.index: _size(item) for item in values.items}
         keys = {index.fqn for index in needs}
         self._places: dict[MetadataIndex, list[tuple[Place, Record]]] = defaultdict(list)
         for place, header in headers.items():
@@ -81,19 +78,25 @@ class Plan:
             place, _ = found
             return place.owner != rank, distance(place.holder), (place.owner - rank) % world_size
 
-        self.missing: list[str] = []
         saved_by = max((header.world_size for header in headers.values()), default=0)
+        self.names = frozenset(values.by_name)
+        self.missing: list[str] = []
+        several = set()
         for index, found in self._places.items():
             found.sort(key=preference)
             has_own = found[0][0].owner == rank and saved_by == world_size
-            is_shared = found[0][1].item.type == WriteItemType.SHARD or has_own
-            if not is_shared and len({record.checksum for _, record in found}) > 1:
-                self.missing.append(
-                    f"this rank's value of {index.fqn!r} (other ranks saved different values: "
-                    "give each rank's a key of its own)"
-                )
-        self._planner = DefaultLoadPlanner(allow_partial_load=True)
-        self._planner.set_up_planner(state, self._metadata())
+            if not has_own and len({record.checksum for _, record in found}) > 1:
+                several.add(index.fqn)
+        self.missing += [
+            f"this rank's value of {name!r} (other ranks saved different values: give each rank's "
+            "a key of its own)"
+            for name in sorted(several | self._with_overlapping_parts())
+        ]
+        self.missing += self._of_other_dtypes()
+        self._planner = DefaultLoadPlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True
+        )
+        self._planner.set_up_planner(dict(values.by_name), self._metadata())
         try:
             planned = self._planner.finish_plan(self._planner.create_local_plan())
         except ValueError as error:  # saved with another shape or type
@@ -105,6 +108,35 @@ class Plan:
             read[item.dest_index] += math.prod(item.lengths) if _is_tensor(item) else 1
         lacking = {index.fqn for index, size in needs.items() if read[index] < size}
         self.missing += [repr(name) for name in sorted(lacking)]
+
+    def _with_overlapping_parts(self) -> set[str]:
+        """Return the names under which ranks saved parts that cannot be of one tensor."""
+        sizes: dict[str, int] = defaultdict(int)
+        wholes: dict[str, int] = {}
+        for index, places in self._places.items():
+            data = places[0][1].item.tensor_data
+            if data is not None:
+                sizes[index.fqn] += math.prod(data.chunk.sizes)
+                wholes[index.fqn] = math.prod(data.size)
+        return {name for name, size in sizes.items() if size > wholes[name]}
+
+    def _of_other_dtypes(self) -> list[str]:
+        now = {
+            item.index.fqn: item.tensor_data.properties.dtype
+            for item in self._values.items
+            if item.tensor_data is not None
+        }
+        found = {
+            (name, record.item.tensor_data.properties.dtype)
+            for index, places in self._places.items()
+            for _, record in places
+            if (name := index.fqn) in now and record.item.tensor_data is not None
+        }
+        return [
+            f"{name!r} as {now[name]} (it was saved as {dtype})"
+            for name, dtype in sorted(found, key=str)
+            if dtype != now[name]
+        ]
 
     def _metadata(self) -> Metadata:
         """Return the snapshot as a checkpoint of `torch.distributed.checkpoint`."""
@@ -129,9 +161,9 @@ class Plan:
                 target.copy_(source)
                 self._planner.commit_tensor(item, target)
             else:
-                self._planner.load_bytes(
-                    item, io.BytesIO(string_at(source.data_ptr(), source.numel()))
-                )
+                pickled = io.BytesIO(string_at(source.data_ptr(), source.numel()))
+                value = torch.load(pickled, weights_only=False)
+                self._values.replace(item.dest_index.fqn, value)
 
 
 def part_of(file: SnapshotFile, record: Record, item: ReadItem) -> torch.Tensor:

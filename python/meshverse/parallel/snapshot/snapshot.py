@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import stat
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class Snapshot:
         failure_domain: str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int):
+            raise TypeError(f"keep={keep!r} of type {type(keep).__name__}: pass an int from 2")
         if keep < 2:
             raise ValueError(f"keep={keep} steps are too few: keep 2 or more, so that one is whole")
         if copies not in (0, 1):
@@ -76,7 +79,7 @@ class Snapshot:
                 f"the process group cannot send CPU tensors (its backends are {backends}): pass "
                 "process_group=dist.new_group(backend='gloo')"
             )
-        self.folder, self.keep, self.copies = Path(folder), keep, copies
+        self.folder, self.keep, self.copies = Path(folder).absolute(), keep, copies
         self.failure_domain, self._group = failure_domain, process_group
         self._rank = dist.get_rank(process_group)
         self._world_size = dist.get_world_size(process_group)
@@ -88,6 +91,7 @@ class Snapshot:
         # Files by owner (this rank, and the ranks whose copies it keeps), oldest first.
         self._kept: dict[int, list[SnapshotFile]] = defaultdict(list)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(self.folder)
 
     # --- Save ------------------------------------------------------------------------------------
 
@@ -105,9 +109,11 @@ class Snapshot:
                 between ranks, such as a random number generator's, needs a key of its own on each.
 
         Raises:
-            ValueError: the step is negative, or not larger than the last one; or see `load`.
-            TypeError: the step is not an integer; or a value is a shard, and no DTensor, as FSDP1's
-                are.
+            ValueError: the step is negative, or not larger than the last one; a tensor has no
+                memory, is partial, or is split into parts that are no blocks; or see `load`.
+            TypeError: the step is not an integer; or a value is of a kind that cannot be loaded
+                again: a sparse or quantized tensor, a tensor subclass, a shard of FSDP1, or an
+                object with a `state_dict()` that is not at the top level.
             OSError: the folder's file system is full.
         """
         if isinstance(step, bool) or not isinstance(step, int):
@@ -124,8 +130,11 @@ class Snapshot:
         contents = Contents(_without_objects(state), self._pickles, self._world_size, hosts)
         name = FileName(self._attempt, step, self._rank)
         file = self._begin_file(name, contents.n_bytes)
-        file.write(contents)
-        self._finish_file(name, file)
+        try:
+            file.write(contents)
+            self._finish_file(name, file)
+        finally:
+            file.remove_if_begun()
         if self.copies:
             self._exchange_copies(name, file)
         self._last, self._n_saved, self._pickles = step, self._n_saved + 1, contents.pickles
@@ -153,13 +162,17 @@ class Snapshot:
             one: torch.zeros(1, dtype=torch.int64, device="cpu") for one in self._hosts.senders()
         }
         self._exchange({partner: torch.tensor([used.numel()], device="cpu")}, sizes)
-        copies = {}
-        for sender, size in sizes.items():
-            copies[sender] = self._begin_file(name._replace(owner=sender), int(size))
-        received = {sender: copy.bytes[: int(sizes[sender])] for sender, copy in copies.items()}
-        self._exchange({partner: used}, received)
-        for sender, copy in copies.items():
-            self._finish_file(name._replace(owner=sender), copy)
+        copies: dict[int, SnapshotFile] = {}
+        try:
+            for sender, size in sizes.items():
+                copies[sender] = self._begin_file(name._replace(owner=sender), int(size))
+            received = {sender: copy.bytes[: int(sizes[sender])] for sender, copy in copies.items()}
+            self._exchange({partner: used}, received)
+            for sender, copy in copies.items():
+                self._finish_file(name._replace(owner=sender), copy)
+        finally:
+            for copy in copies.values():
+                copy.remove_if_begun()
 
     def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
         group = self._group
@@ -181,7 +194,8 @@ class Snapshot:
         """Load the newest step whose every part is in the memory of some host.
 
         It may have been saved by another number of ranks, on another mesh. Each rank's own values
-        are loaded where they are still there. Files with wrong checksums do not count.
+        are loaded where they are still there. Files with wrong checksums do not count. A step is
+        whole if it has all values of the state, in the same dtypes, and the state has all of its.
 
         Args:
             state: as for `save`. Tensors are loaded in place, other values replaced.
@@ -193,7 +207,9 @@ class Snapshot:
 
         Raises:
             ValueError: `copies=1`, and all ranks share a host or a failure domain; ranks of one
-                host have different failure domains; or only some ranks have one.
+                host have different failure domains; only some ranks have one; or ranks have
+                different `keep` or `copies`. As for `save`, if the state cannot be loaded into.
+            TypeError: as for `save`.
         """
         self._begin()
         for begun in self.folder.glob(".*.snapshot"):
@@ -238,16 +254,26 @@ class Snapshot:
                 files[owner], headers[owner] = file, header
         own = headers.get(self._rank)
         plan = self._plan(target, {Place(self._rank, self._rank): own} if own is not None else {})
-        alone = own is not None and own.world_size == self._world_size and not plan.missing
+        alone = (
+            own is not None
+            and own.world_size == self._world_size
+            and own.names <= plan.names
+            and not plan.missing
+        )
         everyone: list[dict[int, Header]] = []
         if not all(gathered(alone, self._group)):
             everyone = gathered(headers, self._group)
             if not alone:
                 found = {Place(r, o): h for r, held in enumerate(everyone) for o, h in held.items()}
                 plan = self._plan(target, found)
-            lists: list[list[str]] = gathered(plan.missing, self._group)
-            if missing := sorted({text for texts in lists for text in texts}):
-                return _in_words(missing, everyone)
+            told: list[tuple[list[str], frozenset[str]]]
+            told = gathered((plan.missing, plan.names), self._group)
+            missing = {text for texts, _ in told for text in texts}
+            missing |= self._without_place(
+                everyone, frozenset().union(*(names for _, names in told))
+            )
+            if missing:
+                return _in_words(sorted(missing), everyone)
         plan.read(self._sources(plan, files))
         for key, value in state.items():
             if isinstance(value, Stateful):
@@ -256,6 +282,17 @@ class Snapshot:
                 state[key] = target[key]
         gathered(None, self._group)  # nobody overwrites a file that others still read
         return ""
+
+    def _without_place(self, everyone: list[dict[int, Header]], names: frozenset[str]) -> set[str]:
+        """Return what was saved and is in no rank's state, in words.
+
+        What only ranks saved that are not there any more may be lost, such as their generators.
+        """
+        saved: set[str] = set()
+        for held in everyone:
+            for owner, header in held.items():
+                saved |= header.names if owner < self._world_size else set()
+        return {f"a place in the state for {name!r}, which was saved" for name in saved - names}
 
     def _plan(self, target: dict[str, Any], headers: dict[Place, Header]) -> Plan:
         near = set(self._hosts.ranks[self._hosts.mine])
@@ -304,8 +341,15 @@ class Snapshot:
     def _begin(self) -> None:
         """Begin an attempt: agree on its name, and see which ranks share a folder."""
         newest = max((int(name.attempt[:6]) for name in names_in(self.folder)), default=0)
-        every = gathered((newest, secrets.token_hex(4)), self._group)
-        attempt = f"{1 + max(number for number, _ in every):06d}-{every[0][1]}"
+        settings = (self.keep, self.copies)
+        every = gathered((newest, secrets.token_hex(4), settings), self._group)
+        if len({each for *_, each in every}) > 1:
+            listed = ", ".join(f"{pair} on rank {r}" for r, (*_, pair) in enumerate(every[:_NAMED]))
+            raise ValueError(
+                f"(keep, copies) must be the same on all ranks, but is {listed}"
+                f"{', ...' if len(every) > _NAMED else ''}. Pass the same everywhere"
+            )
+        attempt = f"{1 + max(number for number, *_ in every):06d}-{every[0][1]}"
         hosts = meet(self.folder, attempt, self.failure_domain, self._group)
         if self.copies and not hosts.partners:
             one_host = f"host: all {self._world_size} ranks share {hosts.names[0]}"
@@ -327,6 +371,19 @@ class Snapshot:
         names = [name for name in names_in(self.folder) if name.owner in owners]
         for name in sorted(names, key=lambda name: (name[:2] == (attempt, step), name)):
             self._kept[name.owner].append(SnapshotFile(self.folder / str(name), 1))
+
+
+def _check_owner(folder: Path) -> None:
+    """Check that only this process's user can write into a folder: its files are unpickled."""
+    if not hasattr(os, "geteuid"):
+        return
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{folder} is owned by user {found.st_uid} and has mode "
+            f"{stat.filemode(found.st_mode)}, so others than user {os.geteuid()} could write "
+            "files, which load() unpickles. Choose another folder, or make it yours: chmod 700"
+        )
 
 
 def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
