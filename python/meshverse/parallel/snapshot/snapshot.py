@@ -266,11 +266,11 @@ class Snapshot:
             if not alone:
                 found = {Place(r, o): h for r, held in enumerate(everyone) for o, h in held.items()}
                 plan = self._plan(target, found)
-            told: list[tuple[list[str], frozenset[str]]]
-            told = gathered((plan.missing, plan.names), self._group)
-            missing = {text for texts, _ in told for text in texts}
+            every_plan: list[tuple[list[str], frozenset[str]]]
+            every_plan = gathered((plan.missing, plan.names), self._group)
+            missing = {text for texts, _ in every_plan for text in texts}
             missing |= self._without_place(
-                everyone, frozenset().union(*(names for _, names in told))
+                everyone, frozenset().union(*(names for _, names in every_plan))
             )
             if missing:
                 return _in_words(sorted(missing), everyone)

@@ -170,7 +170,7 @@ def _check_placements(name: str, tensor: DTensor, sorted_axes: dict[tuple[int, i
         if not sorted_axes[known]:
             raise ValueError(
                 f"{said} on {mesh}, whose ranks do not ascend along axis {axis}: torch gives "
-                "ranks their shards in ascending order, and this cannot be told in a snapshot. "
+                "ranks their shards in ascending order, which a snapshot does not record. "
                 "Create the mesh with meshverse.init_device_mesh(ranks=), which keeps the order"
             )
     for axis, placement in enumerate(placements):
