@@ -93,6 +93,39 @@ def test_experts_without_tokens_equal_one_process(crew: Crew, counts: list[int])
         assert error < 100 * BOUND, worst  # routers' logits are 100 times as large
 
 
+def errors_of_backwards(counts: list[int]) -> list[float]:
+    """Return the error of the input's gradient in each of three passes through one graph."""
+    whole = make("plain", layers=2)
+    split = copy.deepcopy(whole)
+    mesh = meshverse.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    parallelize_module(split, mesh, {"*.experts": ExpertParallel()})
+    rank, given = dist.get_rank(), tokens(sum(counts))
+    own = given[:, sum(counts[:rank]) : sum(counts[: rank + 1])].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(objective(whole(own)), own)
+    output = objective(split(own))
+    seen = [torch.autograd.grad(output, own, retain_graph=True)[0] for _ in range(3)]
+    return [largest_error({"input": each}, {"input": expected}, 1.0)[0] for each in seen]
+
+
+def test_each_backward_through_a_retained_graph_equals_one_process(crew: Crew) -> None:
+    for errors in crew.run(errors_of_backwards, 3, [7, 2, 1]):
+        assert max(errors) < BOUND, errors
+
+
+def second_order(kind: str) -> None:
+    mesh = meshverse.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    model = make("plain")
+    parallelize_module(model, mesh, {"*.experts": STYLES[kind]()})
+    given = tokens().requires_grad_()
+    (first,) = torch.autograd.grad(objective(model(given)), given, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
+def test_second_order_gradients_raise(crew: Crew) -> None:
+    crew.run(second_order, 2, "dispatch")
+
+
 def compare_same_tokens(kind: str, form: str, ep_size: int) -> tuple[float, str]:
     """Ranks of a tensor-parallel mesh have the same tokens, which are nine or one."""
     size = dist.get_world_size()

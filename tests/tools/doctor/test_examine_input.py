@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshverse.tools.commands.main import main
-from meshverse.tools.doctor import examine
+from meshverse.tools.doctor import NotAllHereError, examine
 
 _LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 _WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -102,3 +103,22 @@ def test_nccl_without_a_device_raises_and_sets_nothing(backend: str) -> None:
 def test_gloo_needs_no_variable_of_nccl() -> None:
     assert main(["doctor", "dp=2", "--backend", "gloo"]) == 2  # the world has one rank
     assert _WAIT not in os.environ
+
+
+@pytest.mark.long
+def test_a_port_that_accepts_and_does_not_answer_ends_with_the_timeout(monkeypatch) -> None:
+    reported: list[object] = []
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        for name, value in (
+            ("RANK", 1),
+            ("WORLD_SIZE", 2),
+            ("MASTER_PORT", silent.getsockname()[1]),  # port: it stays bound
+        ):
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(NotAllHereError, match="does not answer as a store"):
+            # short-timeout: it must elapse
+            examine(["dp=2"], backend="gloo", timeout=timedelta(seconds=1), report=reported.append)
+    (error,) = reported
+    assert "MASTER_ADDR=127.0.0.1" in str(error)

@@ -157,6 +157,20 @@ def test_a_rank_that_fails_by_itself_tells_the_others_and_all_can_try_again(
         assert answers[rank][0].startswith("Topology.detect() failed on rank 1: SLURM_TOPOLOGY")
 
 
+def _one_gives_a_wrong_timeout() -> tuple[str, int]:
+    rank = dist.get_rank()
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        Topology.detect(timeout=timedelta(seconds=-1) if rank == 1 else None)
+    return str(caught.value), len(Topology.detect(node=f"n{rank}").levels[0].parts)
+
+
+def test_a_wrong_timeout_on_one_rank_is_counted_there(crew: Crew) -> None:
+    answers = crew.run(_one_gives_a_wrong_timeout, 4)
+    assert [parts for _, parts in answers] == [4] * 4
+    for rank in (0, 2, 3):
+        assert answers[rank][0] == f"Topology.detect() failed on rank 1: {answers[1][0]}"
+
+
 def _two_runs_on_one_store(folder: str) -> list[dict[str, dict[str, str]]]:
     rank, size, seen = dist.get_rank(), dist.get_world_size(), []
     own = dist.PrefixStore("kept", dist.FileStore(f"{folder}/store", size))

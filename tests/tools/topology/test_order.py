@@ -233,3 +233,22 @@ def test_a_search_starts_no_threads_of_torch(fresh_crew, node_sizes, shape) -> N
     ((before, after, at_work),) = fresh_crew.run(_threads_of_a_search, 1, node_sizes, shape)
     assert after == before
     assert at_work >= before + _TORCH_THREADS - 1  # torch starts them at its first large operation
+
+
+def test_many_ranks_that_are_interchangeable_keep_their_order() -> None:
+    order = Topology({"switch": ["s"] * 2048}).order((2048,), ("x",))
+    assert order.tolist() == list(range(2048))
+
+
+@pytest.mark.long
+def test_many_ranks_with_few_placements() -> None:
+    uneven = Topology({"switch": ["a"] * 1 + ["b"] * 1199})
+    shape = (600, 2)
+    order = uneven.order(shape, ("x", "y"))
+    assert sorted(order.tolist()) == list(range(1200))
+    assert uneven.cost(order, shape, ("x", "y")) <= uneven.cost(None, shape, ("x", "y"))
+
+
+def test_all_arrangements_are_listed_in_order() -> None:
+    listed = list(orders._arrangements([2, 1, 2]))
+    assert listed == sorted(set(itertools.permutations((0, 0, 1, 2, 2))))

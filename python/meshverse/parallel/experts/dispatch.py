@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from .trial import Part, PartOfExperts
@@ -166,13 +167,21 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.back = (received, sent, group)
-        results = []
-        for rows in tensors:
-            result = rows.new_empty((sum(received), *rows.shape[1:]))
-            dist.all_to_all_single(result, rows.contiguous(), received, sent, group)
-            results.append(result)
-        return tuple(results)
+        return _exchanged(sent, received, group, tensors)
 
     @staticmethod
+    @once_differentiable  # torch records no all-to-all, so second-order gradients would lack terms
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_Exchange.forward(ctx, *ctx.back, *gradients)
+        sent, received, group = ctx.back
+        return None, None, None, *_exchanged(sent, received, group, gradients)
+
+
+def _exchanged(
+    sent: list[int], received: list[int], group: dist.ProcessGroup, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    results = []
+    for rows in tensors:
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group)
+        results.append(result)
+    return tuple(results)

@@ -27,6 +27,7 @@ from meshverse.store import StoreKeys
 
 _FAILED, _REPORTER, _READ = "failed", "reporter", "errors read"  # keys
 _SECONDS_TO_REPORT = 30.0  # that the other ranks allow for `report`, which may print
+_SECONDS_OF_TORCH = 2.0  # in which torch's own error comes, after its timeout
 _BEATS_TO_WAIT = 10  # missed heartbeats after which a rank counts as stopped
 
 Report = Callable[[Any], None]
@@ -90,6 +91,39 @@ def report_once(error: Exception, report: Report) -> None:
     report(error)
 
 
+def _store_at(
+    host: str, port: int, world_size: int, is_host: bool, timeout: timedelta
+) -> dist.Store | None:
+    """Return the store at an address; None if something there accepts connections in silence.
+
+    Raises:
+        DistError: nothing accepts connections there, or what does is no store.
+    """
+    ends: list[dist.Store | Exception] = []
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(
+                *(host, port, world_size, is_host, timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except Exception as error:  # noqa: BLE001  (raised again by the caller)
+            ends.append(error)
+        else:
+            ends.append(store)
+
+    # torch's timeout ends when a connection is accepted: it waits for the first answer for ever.
+    thread = threading.Thread(target=connect, name="meshverse doctor's store", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _SECONDS_OF_TORCH)
+    if not ends:
+        return None
+    if isinstance(ends[0], Exception):
+        raise ends[0]
+    return ends[0]
+
+
 class Membership:
     """Ranks of a job: which ones have started, and the step that each one is in.
 
@@ -121,17 +155,19 @@ class Membership:
         is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._is_host = rank == 0 and not is_torchruns
         try:
-            store = dist.TCPStore(
-                *(host, port, world_size, self._is_host, timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            store = _store_at(host, port, world_size, self._is_host, timeout)
         except dist.DistError as error:
             raise NotAllHereError(
                 f"Rank {rank} found no store at MASTER_ADDR={host}, MASTER_PORT={port} within "
                 f"{timeout.total_seconds():g} s. Rank 0 or torchrun must run there and be "
                 f"reachable. The error was: {str(error).splitlines()[0]}"
             ) from None
+        if store is None:
+            raise NotAllHereError(
+                f"Rank {rank} found no store at MASTER_ADDR={host}, MASTER_PORT={port} within "
+                f"{timeout.total_seconds():g} s: something accepts connections there, but does not "
+                "answer as a store. Another program may use the port, or rank 0 may be stopped."
+            )
         if self._is_host and not _hosted:
             _hosted.append(store)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -12,7 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshverse.hooks import Rendezvous, World, WorldState
+import torch.distributed as dist
+
+from meshverse.hooks import Rendezvous, World, WorldState, check_timeout
 
 from .environment import own_switches
 from .files import levels_on_nodes, read_network_file
@@ -44,7 +46,7 @@ def levels_detected(
     switches: Mapping[str, str] | None,
     network_file: str | os.PathLike[str] | None,
     world: World,
-    timeout: timedelta,
+    timeout: timedelta | None,
 ) -> list[Level]:
     """Find the levels together with the other ranks; the arguments are those of `detect`."""
     locations = _with_unique_nodes(_gather(node, domain, switches, world, timeout))
@@ -78,7 +80,7 @@ def _gather(
     domain: str | None,
     switches: Mapping[str, str] | None,
     world: World,
-    timeout: timedelta,
+    timeout: timedelta | None,
 ) -> list[Location]:
     """Exchange the locations of all ranks. All ranks must call this together.
 
@@ -99,13 +101,17 @@ def _gather(
     name = f"topology/{detections.count}"
     detections.count += 1  # before anything can fail: the count is then equal on all ranks
     failure: Exception | None = None
+    limit = world.default_options.timeout or dist.default_pg_timeout
     try:
+        if timeout is not None:
+            check_timeout(timeout)
+            limit = timeout
         text = json.dumps(_own_location(node, domain, switches))
     except (OSError, TypeError, ValueError) as error:  # join anyway, to inform the others
         failure, text = error, f"{_FAILED}{error}"
     rendezvous, ranks = world.state(Rendezvous), range(world.size)
     try:
-        texts = rendezvous.join(world, name, "the topology", ranks, timeout, text=text).texts
+        texts = rendezvous.join(world, name, "the topology", ranks, limit, text=text).texts
     except RuntimeError as error:
         raise failure or RuntimeError(f"Topology.detect(): {error}") from None
     if failure is not None:

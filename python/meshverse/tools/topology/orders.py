@@ -43,6 +43,7 @@ _Box = tuple[int, ...]  # size of a box of the mesh along each axis
 _Placement = Sequence[int]  # spot at each position of the mesh
 
 _SEARCHED_IN_FULL = 40_000  # largest number of placements all of which are tried
+_LISTED = 12_000_000  # largest number of their positions in all
 _IMPROVED = 40  # largest number of ranks for which swaps are tried
 _IMPROVEMENTS = 60  # largest number of swaps of one placement
 _STARTS = 4  # number of placements that are improved by swaps
@@ -188,8 +189,11 @@ def best_order(problem: Placements) -> torch.Tensor:
         Rank at each position, shape (world size,).
     """
     identity: _Placement = problem.spot_of_rank
+    if len(problem.sizes) == 1:  # all ranks are interchangeable
+        return torch.arange(len(identity))
     tried: Sequence[_Placement]
-    if _count(problem) <= _SEARCHED_IN_FULL:
+    count = _count(problem)
+    if count <= _SEARCHED_IN_FULL and count * len(identity) <= _LISTED:
         tried = list(_arrangements(problem.sizes))
     else:
         tried = [identity, *candidates(problem)]
@@ -481,14 +485,22 @@ def _count(problem: Placements) -> int:
 
 
 def _arrangements(left: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all sequences that have each spot as many times as `left` says."""
-    if not any(left):
-        yield ()
-        return
-    for spot, count in enumerate(left):
-        if count:
-            rest = [*left[:spot], count - 1, *left[spot + 1 :]]
-            yield from ((spot, *others) for others in _arrangements(rest))
+    """Yield all sequences that have each spot as many times as `left` says, the lowest first."""
+    spots = _repeated(range(len(left)), left)
+    while True:
+        yield tuple(spots)
+        # The next higher one: the last spot that a higher one follows is replaced by the lowest
+        # such spot, and what comes after it ascends.
+        at = len(spots) - 2
+        while at >= 0 and spots[at] >= spots[at + 1]:
+            at -= 1
+        if at < 0:
+            return
+        other = len(spots) - 1
+        while spots[other] <= spots[at]:
+            other -= 1
+        spots[at], spots[other] = spots[other], spots[at]
+        spots[at + 1 :] = spots[:at:-1]
 
 
 def _improved(problem: Placements, placement: _Placement) -> _Placement:

@@ -12,11 +12,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshverse.wording import did_you_mean
+
 _LARGEST_LIST = 1 << 20  # hosts or tasks; a longer list is taken for a typing error
 
 # Names of the levels of switches, beginning with those that nodes are connected to.
 _TIERS = ("switch", "spine", "core")
 _BLOCK_TIERS = ("domain", "block")  # topology/block is for NVLink domains
+
+# Fields of a line of topology.conf, by the field that names what the line describes.
+_FIELDS = {
+    "SwitchName": ("Nodes", "Switches", "LinkSpeed", "Comment"),
+    "BlockName": ("Nodes", "BlockSizes", "Comment"),
+}
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -148,21 +156,25 @@ def read_network(text: str, source: str) -> Network:
         source: name of the file, for messages.
 
     Raises:
-        ValueError: a line has another form, a node or switch is listed below two switches or in two
-            blocks, a switch is above itself, or the file has no nodes.
+        ValueError: a line has another form, an unknown field or one twice; a node or switch is
+            listed below two switches or in two blocks; a listed switch has no line; a switch is
+            above itself; switches and blocks have different nodes; or the file has no nodes.
     """
     # The switch above each node and above each switch. Keys of switches begin with a space, because
     # a node and a switch may have the same name.
     above: dict[str, str] = {}
     blocks: dict[str, str] = {}
+    defined: set[str] = set()
     for line in text.replace("\\\n", " ").splitlines():
         words = line.partition("#")[0].split()
         pairs = [word.partition("=") for word in words]
         if not all(equals and value for _, equals, value in pairs):
             raise ValueError(f"{source}: {line.strip()!r} is not of the form Name=value ...")
         fields = {name.lower(): value for name, _, value in pairs}
+        _check_fields([name for name, _, _ in pairs], line.strip(), source)
         nodes = expand_hosts(fields["nodes"]) if "nodes" in fields else []
         if "switchname" in fields:
+            defined.add(fields["switchname"])
             switches = expand_hosts(fields["switches"]) if "switches" in fields else []
             for child in [*nodes, *(f" {switch}" for switch in switches)]:
                 if above.setdefault(child, fields["switchname"]) != fields["switchname"]:
@@ -177,7 +189,7 @@ def read_network(text: str, source: str) -> Network:
                         f"{source}: {node} is in {blocks[node]} and in {fields['blockname']}. "
                         "List it in one block."
                     )
-        elif fields and "blocksizes" not in fields:
+        elif fields.keys() - {"blocksizes", "comment"}:
             raise ValueError(
                 f"{source}: {line.strip()!r} begins with neither SwitchName= nor BlockName=. It is "
                 "read as Slurm's topology.conf; a JSON file begins with {."
@@ -185,8 +197,44 @@ def read_network(text: str, source: str) -> Network:
     known = tuple(dict.fromkeys([*(name for name in above if name[0] != " "), *blocks]))
     if not known:
         raise ValueError(f"{source} has no nodes: no line of it has Nodes=.")
+    for child, switch in above.items():
+        if child[0] == " ":
+            if child[1:] not in defined:
+                raise ValueError(
+                    f"{source}: Switches= of {switch} lists {child[1:]}, but no line has "
+                    f"SwitchName={child[1:]}.{did_you_mean(child[1:], defined)}"
+                )
+            _chain(child, above, source)  # raises if the switch is above itself
+    if blocks and any(name[0] != " " for name in above):
+        for node in known:
+            if node not in above or node not in blocks:
+                kind = "switch" if node in blocks else "block"
+                raise ValueError(
+                    f"{source}: the node {node} is on no {kind}, but others are. List each node "
+                    "below a switch and in a block, or leave out all lines of one kind."
+                )
     levels = {"domain": blocks} if blocks else {}
     return Network(source, known, levels | _tiers(above, source))
+
+
+def _check_fields(names: Sequence[str], line: str, source: str) -> None:
+    lowered = [name.lower() for name in names]
+    for name in names:
+        if lowered.count(name.lower()) > 1:
+            raise ValueError(f"{source}: {line!r} has {name}= twice. Write it once, as a list.")
+    kinds = [kind for kind in _FIELDS if kind.lower() in lowered]
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{source}: {line!r} has SwitchName= and BlockName=. Write a line for each."
+        )
+    for kind in kinds:
+        known = (kind, *_FIELDS[kind])
+        for name in names:
+            if name.lower() not in map(str.lower, known):
+                raise ValueError(
+                    f"{source}: {line!r} has {name}=, but the fields of a line with {kind}= are "
+                    f"{', '.join(known)}.{did_you_mean(name, known)}"
+                )
 
 
 def _tiers(above: Mapping[str, str], source: str) -> dict[str, dict[str, str]]:

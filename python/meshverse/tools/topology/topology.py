@@ -9,11 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from meshverse._core import RankMap
 from meshverse._torch_compat.tracing import outside_torch_modes
-from meshverse.hooks import World, check_timeout
+from meshverse.hooks import World
 from meshverse.wording import counted
 
 from .levels import Level, level_of, level_of_blocks, nested
@@ -198,10 +197,7 @@ class Topology:
                 "Topology.detect() asks the ranks through the default process group's store: call "
                 "init_process_group() first. Topology.from_environment() needs no process group."
             )
-        if timeout is not None:
-            check_timeout(timeout)
-        limit = timeout or world.default_options.timeout or dist.default_pg_timeout
-        return cls._of(levels_detected(node, domain, switches, network_file, world, limit))
+        return cls._of(levels_detected(node, domain, switches, network_file, world, timeout))
 
     # --- look-ups -------------------------------------------------------------------------------
 
@@ -284,7 +280,8 @@ class Topology:
         nodes of a switch one after another.)
 
         The result never costs more than the order 0, 1, 2, ..., which is returned if nothing
-        cheaper is found. If the mesh can be placed in at most 40,000 ways, all of them are tried.
+        cheaper is found. If the mesh can be placed in at most 40,000 ways (fewer in worlds of
+        more than 300 ranks), all of them are tried.
         Otherwise a cheaper placement than the result may exist: the search cuts the mesh into
         nested boxes, one per part of the cluster. On uneven clusters, it fills the parts in several
         ways. In worlds of at most 40 ranks, it also tries swaps of two ranks. The search
