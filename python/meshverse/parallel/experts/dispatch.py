@@ -77,6 +77,12 @@ def read_routing(part: PartOfExperts, values: tuple[Tensor, ...]) -> Routing:
             "choices): flatten them before the call."
         )
     if part.form == "rows":
+        if hidden.size(0) % count:
+            raise ValueError(
+                f"The experts are distributed, but were called with {hidden.size(0)} rows, which "
+                f"{count} experts cannot share: the forward takes equally many rows for each "
+                "expert. Fill up each expert's rows with zeros to the same number."
+            )
         ids = torch.arange(count, device=hidden.device)
         return Routing(hidden, ids.repeat_interleave(hidden.size(0) // count)[:, None], None)
     expert_ids, weights = values[1].long(), values[2]
