@@ -10,7 +10,6 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,14 +41,11 @@ class LossPerToken:
     Attributes:
         tokens: number of tokens that the last `count` found, in a tensor without dimensions; None
             before the first.
-        n_calls: number of losses that all objects have computed in this process.
 
     Raises:
         KeyError: the mesh lacks the axis.
         ValueError: several ranks have different tokens, but FSDP2 does not shard the model.
     """
-
-    n_calls: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -108,15 +104,7 @@ class LossPerToken:
 
         Raises:
             RuntimeError: `count` was not called.
-            ValueError: the targets do not have the shape of the logits without the vocabulary.
         """
-        LossPerToken.n_calls += 1
-        if logits.shape[:-1] != targets.shape:
-            raise ValueError(
-                f"Targets of shape {tuple(targets.shape)} for logits of shape "
-                f"{tuple(logits.shape)}: they must have the shape {tuple(logits.shape[:-1])}, one "
-                "target for each position."
-            )
         if self.tokens is None:
             raise RuntimeError(
                 "LossPerToken does not know the tokens of the batch yet. Call "

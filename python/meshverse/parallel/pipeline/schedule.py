@@ -124,15 +124,7 @@ def pipeline_schedule(
     parts = 1 if isinstance(loss_function, LossPerToken) else n_microbatches
 
     def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
-        before = LossPerToken.n_calls
-        loss = loss_function(output, target)
-        if parts > 1 and LossPerToken.n_calls > before:
-            raise ValueError(
-                f"loss_function={loss_function!r} calls a LossPerToken, whose losses are summed "
-                f"over microbatches, but other functions' losses are averaged over {parts}. Give "
-                "pipeline_schedule the LossPerToken itself, or an instance of a subclass."
-            )
-        return loss / parts
+        return loss_function(output, target) / parts
 
     def make() -> Any:
         torch_stages = [
@@ -178,9 +170,6 @@ class PipelineSchedule:
         self.schedule, self._make = make(), make
         # A separate schedule: in some versions of torch, a schedule cannot train after evaluation.
         self._evaluation: Any = None
-        self._has_trained = False
-        # Group of the pipeline while a batch runs; kept if it raised.
-        self._ran_in: dist.ProcessGroup | None = None
 
     def parts_to_revive(self) -> list[object]:
         """Return what `meshverse.revive` gives new process groups."""
@@ -206,18 +195,11 @@ class PipelineSchedule:
         Raises:
             TypeError: a keyword, such as use_cache, needs all layers of the model.
             ValueError: the batch cannot be divided into the microbatches, its shape or dtype is not
-                that of the first call, a keyword cannot be split along the batch, or a parameter
-                is on the meta device. With the same arguments, all ranks raise, and nothing is
-                sent.
-            RuntimeError: an earlier batch raised on the way through several stages.
+                that of the first call, or a keyword cannot be split along the batch. With the same
+                arguments, all ranks raise, and nothing is sent.
         """
-        split = self._checked(self._batches, inputs, target, keywords)
-        # In its first step, torch tries out the stages, and then deletes FSDP2's gradients.
-        earlier = contextlib.nullcontext() if self._has_trained else _set_aside(self.stages)
-        with earlier, self._tied.summed():
-            losses = self._run(self.schedule.step, self._batches, inputs, target, split)
-        self._has_trained = True
-        return losses
+        with self._tied.summed():
+            return self._run(self.schedule.step, self._batches, inputs, target, keywords)
 
     @torch.no_grad()
     def eval(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
@@ -225,13 +207,12 @@ class PipelineSchedule:
 
         All batches of `eval` must have one shape, which may differ from that of `step`.
         """
-        split = self._checked(self._evaluated, inputs, target, keywords)
         if self._evaluation is None:
             self._evaluation = self._make()
         parameters = [each for stage in self.stages for each in stage.parameters()]
         gradients = [each.grad for each in parameters]
         try:
-            return self._run(self._evaluation.eval, self._evaluated, inputs, target, split)
+            return self._run(self._evaluation.eval, self._evaluated, inputs, target, keywords)
         finally:
             for stage in self.stages:  # where FSDP2 left whole parameters, they have no gradients
                 for module in stage.modules():
@@ -264,73 +245,24 @@ class PipelineSchedule:
         scale_gradients([each for each in every if each.grad is not None], max_norm, total)
         return total
 
-    def _checked(
-        self, batches: _Batches, inputs: Tensor, target: Tensor, keywords: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the keywords of a batch that can run, as torch splits them."""
-        check_keywords(self.stages[0], keywords)
-        batches.check(inputs, target)
-        split = _for_each_sequence(keywords, inputs)
-        for stage in self.stages:
-            for name, parameter in stage.named_parameters():
-                if parameter.is_meta:
-                    raise ValueError(
-                        f"{name} of {type(stage).__name__} is on the meta device, and has no "
-                        "values. Call to_empty() and load the stage's values first."
-                    )
-        self._start_anew_after_failure()
-        return split
-
-    def _start_anew_after_failure(self) -> None:
-        """Replace torch's schedules, which keep the microbatches of a batch that raised."""
-        if self._ran_in is None:
-            return
-        if self._owned[0].count > 1 and self._ran_in is self._mesh.get_group():
-            raise RuntimeError(
-                f"An earlier batch raised in this pipeline of {self._owned[0].count} stages, and "
-                "its messages may still be under way: another batch could receive them. Restart "
-                "the program from a checkpoint; or end the default process group on all ranks, "
-                "create it again, and call meshverse.revive() with this schedule."
-            )
-        self.schedule, self._evaluation, self._ran_in = self._make(), None, None
-        self._has_trained = False
-
     def _run(
         self,
         run: Callable[..., Any],
         batches: _Batches,
         inputs: Tensor,
         target: Tensor,
-        split: dict[str, Any],
+        keywords: dict[str, Any],
     ) -> list[Tensor]:
+        check_keywords(self.stages[0], keywords)
+        batches.check(inputs, target)
+        split = _for_each_sequence(keywords, inputs)
         losses: list[Tensor] = []
         # Torch 2.11 refuses other strides, such as those of the tokens before the last one.
         is_first = any(own.is_first for own in self._owned)
         arguments = (inputs.contiguous(),) if is_first else ()
-        self._ran_in = self._mesh.get_group()
         run(*arguments, target=target, losses=losses, return_outputs=False, **split)
-        self._ran_in = None
         batches.has_run(inputs)
         return [loss.detach() * self._parts for loss in losses]
-
-
-@contextlib.contextmanager
-def _set_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Take the gradients off the parameters within the context, and add them back after it."""
-    parameters = [each for stage in stages for each in stage.parameters()]
-    earlier = [each.grad for each in parameters]
-    for each in parameters:
-        each.grad = None
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for each, gradient in zip(parameters, earlier, strict=True):
-                if each.grad is None:
-                    each.grad = gradient
-                elif gradient is not None:
-                    # Into the earlier one, which the caller may hold, as autograd does.
-                    each.grad = gradient.add_(each.grad)
 
 
 def _check_mesh(pp_mesh: DeviceMesh) -> None:
@@ -473,23 +405,15 @@ class TiedParameter:
 
     def __init__(self, stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> None:
         self._mesh = pp_mesh
-        self._place: tuple[nn.Module, str] | None = None  # a stage, and the parameter's name in it
+        self._parameter: nn.Parameter | None = None
         self._is_first = False
         self._peer = -1
         for stage, own in zip(stages, map(stage_of, stages), strict=True):
             if own is not None and own.tied is not None:
-                self._place = stage, own.tied
+                self._parameter = stage.get_parameter(own.tied)
                 self._is_first = own.is_first
                 self._peer = pp_mesh.size() - 1 if own.is_first else 0
-                self._check(own.tied, stage.get_parameter(own.tied))
-
-    @property
-    def _parameter(self) -> nn.Parameter | None:
-        """The parameter that the stage has now: `load_state_dict(assign=True)` replaces it."""
-        if self._place is None:
-            return None
-        stage, name = self._place
-        return stage.get_parameter(name)
+                self._check(own.tied, self._parameter)
 
     @property
     def counted_elsewhere(self) -> nn.Parameter | None:

@@ -34,11 +34,10 @@ from .structure import IdleModule, Structure, copy_attributes, describe, hidden_
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Arguments of a forward that need all layers, or that a stage itself passes.
+# Arguments of a forward that need all layers.
 _REFUSED = (
-    *("labels", "logits_to_keep", "past_key_values", "cache", "use_cache"),
+    *("labels", "logits_to_keep", "past_key_values", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
-    *("input_ids", "inputs_embeds", "return_dict"),
 )
 
 
@@ -113,16 +112,12 @@ def split_into_stages(
 
 
 def check_keywords(stage: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError for keywords that need all layers, or that a stage itself passes.
-
-    Whatever their values: some stages would raise for None, and the others wait for them.
-    """
-    refused = [name for name in _REFUSED if name in keywords]
+    """Raise TypeError for keywords that need all layers."""
+    refused = [name for name in _REFUSED if keywords.get(name) is not None]
     if refused:
         raise TypeError(
-            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}: they need all "
-            "layers of the model, or are set by the stage. Leave them out, pass tokens or "
-            "embeddings as inputs, and compute the loss from the last stage's logits."
+            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}, which need all "
+            "layers of the model. Compute the loss from the last stage's logits."
         )
 
 
@@ -204,9 +199,6 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
     if not own.is_last and structure.inner:
         others = {name: IdleModule() for name in stage._modules if name != structure.inner}
         stage._modules.update(others)
-        # Used by the last stage alone: checkpoints must not find untrained copies of them here.
-        stage._parameters.update(dict.fromkeys(stage._parameters))
-        stage._buffers.update(dict.fromkeys(stage._buffers))
     mark_as_stage(stage, own)
     # A partial, not a closure: deepcopy copies it, so that a copied stage runs its own layers.
     stage.forward = partial(_forward, stage, passage, structure.inner)

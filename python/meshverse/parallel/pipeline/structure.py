@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from meshverse.parallel.models.modules import AbsentModule, shallow_copy
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-_TOKENS = (2, 3)  # number of sequences, and of tokens in each: one is padding, first or last
+_TOKENS = (2, 3)  # number of sequences, and of tokens in each
 _LAYER = ""  # event of a layer, among events that are names of children
 _NOTHING = object()  # output of a layer besides its hidden states
 # Exceptions that a model may raise when its layers are replaced.
@@ -45,11 +45,6 @@ def describe(model: nn.Module) -> Structure:
     Raises:
         ValueError: the model cannot be split into stages. It is unchanged then.
     """
-    with torch.enable_grad():  # the trials trace which tensors depend on which
-        return _describe(model)
-
-
-def _describe(model: nn.Module) -> Structure:
     config: Any = getattr(model, "config", None)
     inner_name, layers = _find_layers(model, config)
     inner = model.get_submodule(inner_name)
@@ -62,15 +57,11 @@ def _describe(model: nn.Module) -> Structure:
             else f"{type(inner).__name__} has no list of as many layers as its config says, as "
             "language models of transformers have"
         )
-    elif not (reason := _needs_all_layers(config) or _own_forward(model, inner)):
-        tokens = _tokens(config, getattr(inner, "config", None))
-        trials = [_Trial(inner, layers, tokens, in_tuples=each) for each in (False, True)]
+    elif not (reason := _needs_all_layers(config)):
+        trials = [_Trial(inner, layers, in_tuples=each) for each in (False, True)]
         for trial in trials:
             trial.reason = (
-                trial.run()
-                or trial.run_as_later_stage()
-                or trial.run_from_the_last_layer()
-                or (trial.run_around(model, inner_name) if inner_name else "")
+                trial.run() or trial.run_as_later_stage() or trial.run_from_the_last_layer()
             )
             if not trial.reason:
                 sides = trial.sides()
@@ -116,31 +107,7 @@ def _needs_all_layers(config: Any) -> str:
         return f"its last {shared} layers (num_kv_shared_layers) use the keys of earlier ones"
     if getattr(config, "output_router_logits", False):
         return "config.output_router_logits=True adds a loss over the routers of all layers"
-    for name in ("layerdrop", "decoder_layerdrop"):
-        if dropped := getattr(config, name, None):
-            return f"config.{name}={dropped} leaves out layers at random; set it to 0"
     return ""
-
-
-def _own_forward(model: nn.Module, inner: nn.Module) -> str:
-    """Return, in words, that a forward was set on the model or its inner module; else ""."""
-    for module in (model, inner):
-        if "forward" in vars(module):
-            return (
-                f"the forward of its {type(module).__name__} was replaced on the object, and "
-                "stages call the class's. Define it in a subclass instead"
-            )
-    return ""
-
-
-def _tokens(*configs: Any) -> Tensor:
-    """Return different tokens, among them that for padding, if there is one."""
-    pads = [getattr(each, "pad_token_id", None) for each in configs]
-    sizes = [getattr(each, "vocab_size", None) for each in configs]
-    size = next((each for each in sizes if isinstance(each, int)), 0)
-    pad = next((each for each in pads if isinstance(each, int) and 0 <= each < size), 0)
-    first, second, third, fourth = [each for each in range(5) if each != pad]
-    return torch.tensor([[first, second, pad], [pad, third, fourth]])
 
 
 class _Trial:
@@ -149,7 +116,6 @@ class _Trial:
     Args:
         inner: module that runs the layers; it is not changed.
         layers: name of the list of layers in it.
-        tokens: of shape `_TOKENS`.
         in_tuples: whether the probes return tuples.
 
     Attributes:
@@ -159,13 +125,10 @@ class _Trial:
         output: of the last run.
     """
 
-    def __init__(
-        self, inner: nn.Module, layers: str, tokens: Tensor, *, in_tuples: bool
-    ) -> None:
+    def __init__(self, inner: nn.Module, layers: str, *, in_tuples: bool) -> None:
         self.in_tuples = in_tuples
         self.reason = ""
         self.output: Any = None
-        self._whole: Any = None  # the object that has the output
         self.events: list[str] = []
         listed = cast("nn.ModuleList", inner.get_submodule(layers))
         self.probes = [_Probe(layer, self.events, in_tuples) for layer in listed]
@@ -177,13 +140,13 @@ class _Trial:
             self._device = torch.device("cpu")
             self._inner = _without_memory(self._inner)
         self._inner._modules[layers] = nn.ModuleList(self.probes)
-        self._tokens = tokens.to(self._device)
 
     def run(self) -> str:
         """Run the trial, and return the reason why the model cannot be split, in words; else ""."""
-        if reason := self._run(input_ids=self._tokens):
+        tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
+        if reason := self._run(input_ids=tokens):
             return f"it fails without its layers ({reason})"
-        return next(self._objections(self._tokens), "")
+        return next(self._objections(tokens), "")
 
     def run_as_later_stage(self) -> str:
         """Run it as a later stage runs; return why its layers would get other arguments, or "".
@@ -219,40 +182,6 @@ class _Trial:
             return "its output depends on hidden states before those of its last layer"
         return ""
 
-    def run_around(self, model: nn.Module, name: str) -> str:
-        """Run what a model does with the output of its inner module; return why no stage can, or "".
-
-        The last stage, which does it, gets hidden states instead of tokens.
-
-        Args:
-            model: the model; it is not changed.
-            name: name of the inner module in it.
-        """
-        outer = shallow_copy(model)
-        outer._modules[name] = None
-        if next(model.parameters()).is_meta:
-            outer = _without_memory(outer, value=1.0)
-        inner = shallow_copy(self._inner)
-        # Another value at each position: an output that is taken from another one differs.
-        values = torch.linspace(-1, 1, self.output.numel(), device=self._device)
-        self._whole.last_hidden_state = values.view_as(self.output).to(self.output.dtype)
-        inner.forward = lambda *_, **__: self._whole
-        outer._modules[name] = inner
-        outputs = []
-        for given in ({"input_ids": self._tokens}, {"inputs_embeds": self.probes[0].hidden}):
-            try:
-                with self._same_random_numbers(), torch.no_grad():
-                    output: Any = outer.forward(**given, use_cache=False)
-            except _FROM_MODELS as error:
-                return f"it fails on {next(iter(given))} alone ({type(error).__name__}: {error})"
-            logits = getattr(output, "logits", None)
-            outputs.append(getattr(output, "last_hidden_state", None) if logits is None else logits)
-        if not isinstance(outputs[0], Tensor):
-            return f"{type(model).__name__} returns neither logits nor last_hidden_state"
-        if not _are_equal(*outputs):
-            return "its logits depend on the tokens, which the last stage does not get"
-        return ""
-
     def _again(self, idle: set[str]) -> _Trial:
         """Return a trial for another run, in which some children do nothing."""
         again = copy.copy(self)
@@ -265,9 +194,12 @@ class _Trial:
 
     def _run(self, **inputs: Tensor) -> str:
         """Run the model; return the error that it raises, in words, or ""."""
+        kind = self._device.type
+        devices, kind = ([], "cuda") if kind == "cpu" else ([self._device], kind)
         with ExitStack() as context:
+            context.enter_context(torch.enable_grad())
             # Dropout before the layers must not change the random state of training.
-            context.enter_context(self._same_random_numbers())
+            context.enter_context(torch.random.fork_rng(devices, device_type=kind))
             for name, module in self._children():
                 hook = module.register_forward_hook(partial(_record, self.events, name))
                 context.callback(hook.remove)
@@ -275,16 +207,10 @@ class _Trial:
                 output: Any = self._inner(**inputs, use_cache=False)
             except _FROM_MODELS as error:
                 return f"{type(error).__name__}: {error}"
-        self._whole, self.output = output, getattr(output, "last_hidden_state", None)
+        self.output = getattr(output, "last_hidden_state", None)
         if not isinstance(self.output, Tensor):
             return f"{type(self._inner).__name__} returns no last_hidden_state"
         return ""
-
-    def _same_random_numbers(self) -> AbstractContextManager[None]:
-        """Return a context that leaves the random state as it was before."""
-        kind = self._device.type
-        devices, kind = ([], "cuda") if kind == "cpu" else ([self._device], kind)
-        return torch.random.fork_rng(devices, device_type=kind)
 
     def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the children with parameters that run before the layers, and after them."""
@@ -408,22 +334,18 @@ def _record(events: list[str], name: str, module: nn.Module, arguments: Any, out
     return output
 
 
-def _without_memory(module: _Module, value: float = 0.0) -> _Module:
-    """Return a copy of a module on the meta device, with CPU tensors that are one expanded value.
-
-    Buffers are zeros in any case.
-    """
+def _without_memory(module: _Module) -> _Module:
+    """Return a copy of a module on the meta device, with CPU tensors that are one expanded zero."""
     copied = copy.deepcopy(module)
     for each in copied.modules():
         for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
             if tensor is None:
                 continue
-            is_parameter = isinstance(tensor, nn.Parameter)
-            one = torch.full((), value if is_parameter else 0, dtype=tensor.dtype)
-            if is_parameter:
-                each._parameters[name] = nn.Parameter(one.expand(tensor.shape), tensor.requires_grad)
+            zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+            if isinstance(tensor, nn.Parameter):
+                each._parameters[name] = nn.Parameter(zeros, tensor.requires_grad)
             else:
-                each._buffers[name] = one.expand(tensor.shape)
+                each._buffers[name] = zeros
     return copied
 
 
