@@ -61,6 +61,27 @@ def compare(form: str) -> tuple[float, set[str]]:
     return worst, {n for n, each in split.named_parameters() if isinstance(each, DTensor)}
 
 
+def errors_of_backwards() -> list[float]:
+    """Return the largest error of the weights' gradients in each of three passes of one graph."""
+    whole = make("plain")
+    split = copy.deepcopy(whole)
+    mesh = meshverse.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    apply_tp_plan(split, mesh["tp"], plan())
+    expected = torch.autograd.grad(objective(whole(tokens())), [*whole.parameters()])
+    names = [name for name, _ in whole.named_parameters()]
+    output, errors = objective(split(tokens())), []
+    for _ in range(3):
+        seen = torch.autograd.grad(output, [*split.parameters()], retain_graph=True)
+        by_name = dict(zip(names, map(full, seen), strict=True))
+        errors.append(largest_error(by_name, dict(zip(names, expected, strict=True)), 1e-2)[0])
+    return errors
+
+
+def test_each_backward_through_a_retained_graph_equals_one_process(crew: Crew) -> None:
+    for errors in crew.run(errors_of_backwards, 4):
+        assert max(errors) < BOUND, errors
+
+
 @pytest.mark.parametrize("ranks", in_tiers([2, 3, 4], [2]))
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_equal_one_process(crew: Crew, form: str, ranks: int) -> None:

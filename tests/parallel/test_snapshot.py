@@ -547,9 +547,7 @@ def _interrupted_save(root: Path) -> list[str]:
         patch.setattr(SnapshotFile, "_checksum", _raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             snapshot.save(4, {"a": torch.ones(2)})
-    left = sorted(path.name for path in root.glob("*.snapshot")) + [
-        path.name for path in root.glob(".*.snapshot")
-    ]
+    left = [path.name for path in root.glob("*.snapshot")]  # hidden ones too
     snapshot.save(4, {"a": torch.ones(2)})
     return left
 

@@ -117,7 +117,7 @@ def test_a_port_that_accepts_and_does_not_answer_ends_with_the_timeout(monkeypat
             ("MASTER_PORT", silent.getsockname()[1]),  # port: it stays bound
         ):
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(NotAllHereError, match="does not answer as a store"):
+        with pytest.raises(NotAllHereError, match="nothing there has answered as a store"):
             # short-timeout: it must elapse
             examine(["dp=2"], backend="gloo", timeout=timedelta(seconds=1), report=reported.append)
     (error,) = reported

@@ -242,7 +242,7 @@ def test_many_ranks_that_are_interchangeable_keep_their_order() -> None:
 
 @pytest.mark.long
 def test_many_ranks_with_few_placements() -> None:
-    uneven = Topology({"switch": ["a"] * 1 + ["b"] * 1199})
+    uneven = Topology({"switch": ["a", *["b"] * 1199]})
     shape = (600, 2)
     order = uneven.order(shape, ("x", "y"))
     assert sorted(order.tolist()) == list(range(1200))

@@ -80,14 +80,13 @@ class Plan:
 
         saved_by = max((header.world_size for header in headers.values()), default=0)
         self.names = frozenset(values.by_name)
-        self.missing: list[str] = []
         several = set()
         for index, found in self._places.items():
             found.sort(key=preference)
             has_own = found[0][0].owner == rank and saved_by == world_size
             if not has_own and len({record.checksum for _, record in found}) > 1:
                 several.add(index.fqn)
-        self.missing += [
+        self.missing = [
             f"this rank's value of {name!r} (other ranks saved different values: give each rank's "
             "a key of its own)"
             for name in sorted(several | self._with_overlapping_parts())

@@ -47,6 +47,8 @@ class Snapshot:
 
     Raises:
         ValueError: an argument is out of range, or the group cannot send CPU tensors.
+        TypeError: `keep` is not an int.
+        PermissionError: others than this process's user may write into the folder.
 
     Example:
         >>> snapshot = Snapshot("/dev/shm/job")  # doctest: +SKIP

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
-from meshverse._torch_compat.dtensors import is_strided_shard
+from meshverse import DeviceMesh
+from meshverse._torch_compat.dtensors import held_by, is_strided_shard, waited
 from meshverse._torch_compat.stock_layouts import keeps_rank_order
-from meshverse.parallel.reshard.sides import check_kind, local_tensor
+from meshverse.parallel.reshard.sides import check_kind
 
 __all__ = ["Values"]
 
@@ -66,13 +67,22 @@ class Values:
         for name, slot in self._slots.items():
             if not isinstance(slot.value, Tensor):
                 _check_object(name, slot)
+            elif is_lazy(slot.value):
+                raise TypeError(f"{name!r} is uninitialized: run the module once, and save it then")
+            elif isinstance(slot.value, DTensor) and any(
+                placement.is_partial() for placement in slot.value.placements
+            ):
+                raise ValueError(
+                    f"{name!r} has the placements {slot.value.placements}: redistribute it to "
+                    "Replicate() or Shard() first"
+                )
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(dict(self.by_name))
-        _check_tensors(self.by_name)
         self.items: list[WriteItem] = self._planner.create_local_plan().items
+        checked: set[tuple[int, object, object]] = set()  # mesh, placements and shape of DTensors
         for item in self.items:
             if item.type != WriteItemType.BYTE_IO:
-                _check_part(item, self.by_name[item.index.fqn])
+                _check_tensor(item, self.by_name[item.index.fqn], checked)
 
     def _add(self, name: str, slot: _Slot) -> None:
         value = slot.value
@@ -129,30 +139,43 @@ def _check_object(name: str, slot: _Slot) -> None:
         )
 
 
-def _check_tensors(by_name: Mapping[str, Any]) -> None:
-    sorted_axes: dict[tuple[int, int], bool] = {}
-    for name, value in by_name.items():
-        if not isinstance(value, Tensor):
-            continue
-        if is_lazy(value):
-            raise TypeError(f"{name!r} is uninitialized: run the module once, and save it then")
-        # The class of a FlatParameter is Parameter. A ShardedTensor is no DTensor either.
-        is_flat = isinstance(value, FlatParameter)
-        if is_flat or hasattr(value, "local_shards"):
-            kind = "FlatParameter" if is_flat else type(value).__name__
-            raise TypeError(
-                f"{name!r} is a {kind}, whose parts are loaded by ranks of the same mesh only: "
-                "Snapshot takes DTensors. Use fully_shard (FSDP2) in place of "
-                "FullyShardedDataParallel (FSDP1)"
-            )
-        if not isinstance(value, DTensor):
-            check_kind(value.detach(), repr(name))
-        elif value.device_mesh.get_coordinate() is not None:
-            check_kind(local_tensor(value), f"The local tensor of {name!r}")
-            _check_placements(name, value, sorted_axes)
+def _check_tensor(item: WriteItem, value: Tensor, checked: set[tuple[int, object, object]]) -> None:
+    name = item.index.fqn
+    is_part = item.type == WriteItemType.SHARD and not isinstance(value, DTensor)
+    is_flat = isinstance(value, FlatParameter)  # whose class is Parameter
+    if is_part or is_flat:
+        kind = "FlatParameter" if is_flat else type(value).__name__
+        raise TypeError(
+            f"{name!r} is a {kind}, whose parts are loaded by ranks of the same mesh only: "
+            "Snapshot takes DTensors. Use fully_shard (FSDP2) in place of "
+            "FullyShardedDataParallel (FSDP1)"
+        )
+    if isinstance(value, DTensor):
+        local = waited(held_by(value)[0])  # to_local takes 10 us, and a state has thousands
+        check_kind(local, f"The local tensor of {name!r}")
+        known = id(value.device_mesh), value.placements, value.shape
+        if known not in checked:
+            _check_placements(name, value)
+            checked.add(known)
+    else:
+        local = value.detach()
+        check_kind(local, repr(name))
+    assert item.tensor_data is not None
+    shape, sizes = tuple(local.shape), tuple(item.tensor_data.chunk.sizes)
+    # The shape of an empty local tensor is not compared: FSDP2 may use another one.
+    if shape != sizes and (local.numel() or math.prod(sizes)):
+        raise ValueError(
+            f"this rank's part of {name!r} has shape {shape}, but its placements say {sizes}: it "
+            "was created by from_local() with parts of other sizes. Redistribute it"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(shape, local.stride(), strict=True)):
+        raise ValueError(
+            f"{name!r} is expanded (its strides are {local.stride()}), so nothing can be loaded "
+            "into it. Pass its clone()"
+        )
 
 
-def _check_placements(name: str, tensor: DTensor, sorted_axes: dict[tuple[int, int], bool]) -> None:
+def _check_placements(name: str, tensor: DTensor) -> None:
     """Check that every rank's part of a DTensor is one block, at the place of its coordinate.
 
     All ranks of the mesh raise, or none: what is read of the tensor is the same on all of them.
@@ -160,59 +183,44 @@ def _check_placements(name: str, tensor: DTensor, sorted_axes: dict[tuple[int, i
     mesh, placements = tensor.device_mesh, tensor.placements
     said = f"{name!r} of shape {tuple(tensor.shape)} has the placements {placements}"
     for axis, placement in enumerate(placements):
-        if placement.is_partial():
-            raise ValueError(f"{said}: redistribute it to Replicate() or Shard() first")
-        if not isinstance(placement, Shard) and not is_strided_shard(placement):
+        is_strided = is_strided_shard(placement)
+        if not isinstance(placement, Shard) and not is_strided:
             continue
-        known = (id(mesh), axis)
-        if known not in sorted_axes:
-            sorted_axes[known] = _is_in_group_order(mesh, axis)
-        if not sorted_axes[known]:
+        if not _is_in_group_order(mesh, axis):
             raise ValueError(
                 f"{said} on {mesh}, whose ranks do not ascend along axis {axis}: torch gives "
                 "ranks their shards in ascending order, which a snapshot does not record. "
                 "Create the mesh with meshverse.init_device_mesh(ranks=), which keeps the order"
             )
-    for axis, placement in enumerate(placements):
-        if not is_strided_shard(placement):
-            continue
-        dim: int = getattr(placement, "dim")  # noqa: B009  (of a private class)
-        factor: int = getattr(placement, "split_factor")  # noqa: B009
-        later = [
-            mesh.size(other)
-            for other in range(axis + 1, mesh.ndim)
-            if getattr(placements[other], "dim", None) == dim
-        ]
-        pieces = mesh.size(axis) * math.prod(later)
-        if math.prod(later) != factor or tensor.shape[dim] % pieces:
-            raise ValueError(
-                f"{said} on {mesh}: dimension {dim} of size {tensor.shape[dim]} is not split into "
-                f"{pieces} equal blocks, one for each rank, so no snapshot can be loaded on "
-                "another mesh. Use sizes that divide, or redistribute it to Shard() first"
-            )
+        if is_strided:
+            _check_strides(said, tensor, axis)
+
+
+def _check_strides(said: str, tensor: DTensor, axis: int) -> None:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    dim: int = getattr(placements[axis], "dim")  # noqa: B009  (of a private class)
+    factor: int = getattr(placements[axis], "split_factor")  # noqa: B009
+    later = math.prod(
+        mesh.size(other)
+        for other in range(axis + 1, mesh.ndim)
+        if getattr(placements[other], "dim", None) == dim
+    )
+    pieces = mesh.size(axis) * later
+    if later != factor or tensor.shape[dim] % pieces:
+        raise ValueError(
+            f"{said} on {mesh}: dimension {dim} of size {tensor.shape[dim]} is not split into "
+            f"{pieces} equal blocks, one for each rank, so no snapshot can be loaded on another "
+            "mesh. Use sizes that divide, or redistribute it to Shard() first"
+        )
 
 
 def _is_in_group_order(mesh: StockDeviceMesh, axis: int) -> bool:
-    """Whether the coordinates along an axis are the ranks in its groups. O(number of ranks)."""
+    """Whether the coordinates along an axis are the ranks in its groups.
+
+    O(number of ranks) for torch's meshes, and for ours whose ranks do not ascend.
+    """
     if mesh.size(axis) == 1 or keeps_rank_order(mesh):
         return True
+    if isinstance(mesh, DeviceMesh) and mesh.universe.rank_map.is_sorted():
+        return mesh.layout.axes[axis].is_sorted()
     return bool((mesh.mesh.diff(dim=axis) > 0).all())
-
-
-def _check_part(item: WriteItem, value: Tensor) -> None:
-    assert item.tensor_data is not None
-    local, sizes = local_tensor(value), tuple(item.tensor_data.chunk.sizes)
-    name = item.index.fqn
-    # The shape of an empty local tensor is not compared: FSDP2 may use another one.
-    if tuple(local.shape) != sizes and (local.numel() or math.prod(sizes)):
-        raise ValueError(
-            f"this rank's part of {name!r} has shape {tuple(local.shape)}, but its placements say "
-            f"{sizes}: it was created by from_local() with parts of other sizes. Redistribute it"
-        )
-    if any(
-        size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)
-    ):
-        raise ValueError(
-            f"{name!r} is expanded (its strides are {local.stride()}), so nothing can be loaded "
-            "into it. Pass its clone()"
-        )

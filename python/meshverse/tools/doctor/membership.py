@@ -94,7 +94,7 @@ def report_once(error: Exception, report: Report) -> None:
 def _store_at(
     host: str, port: int, world_size: int, is_host: bool, timeout: timedelta
 ) -> dist.Store | None:
-    """Return the store at an address; None if something there accepts connections in silence.
+    """Return the store at an address; None if neither a store nor an error came in time.
 
     Raises:
         DistError: nothing accepts connections there, or what does is no store.
@@ -165,8 +165,8 @@ class Membership:
         if store is None:
             raise NotAllHereError(
                 f"Rank {rank} found no store at MASTER_ADDR={host}, MASTER_PORT={port} within "
-                f"{timeout.total_seconds():g} s: something accepts connections there, but does not "
-                "answer as a store. Another program may use the port, or rank 0 may be stopped."
+                f"{timeout.total_seconds():g} s: nothing there has answered as a store. Another "
+                "program may use the port, or rank 0 may be stopped."
             )
         if self._is_host and not _hosted:
             _hosted.append(store)

@@ -280,13 +280,13 @@ class Topology:
         nodes of a switch one after another.)
 
         The result never costs more than the order 0, 1, 2, ..., which is returned if nothing
-        cheaper is found. If the mesh can be placed in at most 40,000 ways (fewer in worlds of
-        more than 300 ranks), all of them are tried.
-        Otherwise a cheaper placement than the result may exist: the search cuts the mesh into
-        nested boxes, one per part of the cluster. On uneven clusters, it fills the parts in several
-        ways. In worlds of at most 40 ranks, it also tries swaps of two ranks. The search
-        depends on neither time nor chance, so all ranks find the same order. It takes some tenths
-        of a second for 10,000 ranks, and uses none of torch's threads.
+        cheaper is found. If the mesh can be placed in at most 40,000 ways (fewer in worlds of more
+        than 300 ranks), all of them are tried. Otherwise a cheaper placement than the result may
+        exist: the search cuts the mesh into nested boxes, one per part of the cluster. On uneven
+        clusters, it fills the parts in several ways. In worlds of at most 40 ranks, it also tries
+        swaps of two ranks. The search depends on neither time nor chance, so all ranks find the
+        same order. It takes some tenths of a second for 10,000 ranks, and uses none of torch's
+        threads.
 
         Args:
             mesh_shape: size of each axis.
