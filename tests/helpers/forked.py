@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 
-from helpers import jitter
+from helpers import jitter, one_gloo_thread
 
 __all__ = ["CONTEXT", "SECONDS", "Forked", "printed_by", "torchrun"]
+
+one_gloo_thread.use_one_thread()  # all processes of the tests import this module
 
 SECONDS = 600  # in which a program ends, however busy the machine is
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import meshverse
 from helpers.crew import Crew, Failure, RankError, report
 
 _LOCKS = []
@@ -47,10 +48,23 @@ def _crash() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def _worker_threads_beside_groups() -> tuple[int, int]:
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    groups += meshverse.init_device_mesh("cpu", (2, 1)).get_all_groups()
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop"), len({id(group) for group in groups})
+
+
 def _hold_a_lock() -> str:
     lock = multiprocessing.Lock()  # as progress bars do
     _LOCKS.append(lock)
     return lock._semlock.name  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system lists no threads")
+def test_gloo_groups_have_one_worker_thread(crew: Crew) -> None:
+    for n_threads, n_groups in crew.run(_worker_threads_beside_groups, 2):
+        assert n_threads == n_groups > 1
 
 
 def test_every_rank_is_a_process_of_its_own(crew: Crew) -> None:

@@ -1,0 +1,58 @@
+"""gloo groups with one worker thread: two of them can corrupt the heap, in torch 2.11 to 2.15.
+
+The threads of a `ProcessGroupGloo` write the names of operations to one string of its
+`ProcessGroupStatus` without a lock. If a name is longer than 15 characters, as in
+`ALLGATHER_COALESCED`, one thread can write to memory that the other has freed. DTensor's
+collectives have such names. In their tests, a process died of it in one of some 1,500 worlds,
+wherever it next allocated memory. This program dies within seconds:
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    whole, part = torch.zeros(1), torch.zeros(1)
+    while True:
+        group = dist.group.WORLD
+        works = [group.allgather_into_tensor_coalesced([whole], [part]) for _ in range(64)]
+        for work in works:
+            work.wait()
+
+Each program of the tests runs with one thread until a release of torch survives it.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_Gloo: Any = dist.ProcessGroupGloo
+
+
+class _IsAnyGloo(type(_Gloo)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Gloo)
+
+
+class _OneThread(_Gloo, metaclass=_IsAnyGloo):  # type: ignore[misc]
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = _Gloo._Options()
+        options._threads = 1
+        options._timeout = timeout
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        options._devices = [
+            _Gloo.create_device(interface=name) if name else _Gloo.create_default_device()
+            for name in names
+        ]
+        super().__init__(store, rank, size, options)
+
+
+_OneThread.__name__ = _Gloo.__name__
+
+
+def use_one_thread() -> None:
+    """From now on, c10d creates gloo groups with one worker thread in this process."""
+    c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]
