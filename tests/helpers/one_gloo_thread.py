@@ -38,10 +38,14 @@ class _IsAnyGloo(type(_Gloo)):  # type: ignore[misc]
 
 
 class _OneThread(_Gloo, metaclass=_IsAnyGloo):  # type: ignore[misc]
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **since_2_14: Any
+    ) -> None:
         options = _Gloo._Options()
         options._threads = 1
         options._timeout = timeout
+        for name, value in since_2_14.items():
+            setattr(options, name, value)
         names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         options._devices = [
             _Gloo.create_device(interface=name) if name else _Gloo.create_default_device()
