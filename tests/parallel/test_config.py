@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from math import inf, nan
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.worlds import fake_world
@@ -93,6 +96,41 @@ def test_to_dict_makes_an_equal_config(config) -> None:
 
 def test_configs_share_no_policy() -> None:
     assert FSDP2Config().mp_policy is not FSDP2Config().mp_policy
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "error"),
+    [
+        *((FSDP2Config, {name: "no"}, TypeError) for name in ("enable_compile", "split_logits")),
+        (FSDP2Config, {"sequence_parallel": 1}, TypeError),
+        (FSDP2Config, {"reshard_after_forward": 2}, TypeError),
+        (FSDP2Config, {"tp_plan": 7}, TypeError),
+        (FSDP2Config, {"mp_policy": torch.bfloat16}, TypeError),
+        (FSDP2Config, {"offload_policy": True}, TypeError),
+        (FSDP2Config, {"fsdp2_forward_prefetch_depth": True}, TypeError),
+        (FSDP2Config, {"fsdp2_forward_prefetch_depth": -1}, ValueError),
+        (FSDP2Config, {"activation_checkpointing_scope": False}, TypeError),
+        (MegatronFSDPConfig, {"nccl_ub": 1}, TypeError),
+        (MegatronFSDPConfig, {"megatron_fsdp_unit_modules": "torch.nn.Linear"}, TypeError),
+        (MegatronFSDPConfig, {"megatron_fsdp_unit_modules": nn.Linear}, TypeError),
+        (DDPConfig, {"static_graph": None}, TypeError),
+        (DDPConfig, {"bucket_cap_mb": "25"}, TypeError),
+        (DDPConfig, {"bucket_cap_mb": True}, TypeError),
+        *((DDPConfig, {"bucket_cap_mb": each}, ValueError) for each in (0, -1, nan, inf)),
+    ],
+)
+def test_wrong_values_are_refused_by_name(config, value, error) -> None:
+    ((name, given),) = value.items()
+    with pytest.raises(error, match=f"^{name}={re.escape(repr(given))} .*must be"):
+        config(**value)
+
+
+def test_what_is_in_a_policy_or_list_is_checked() -> None:
+    for dtype, error in (("bf16", TypeError), (torch.int8, ValueError)):
+        with pytest.raises(error, match=r"^mp_policy.reduce_dtype=.*must be"):
+            FSDP2Config(mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    with pytest.raises(TypeError, match="in megatron_fsdp_unit_modules=3 of type int must be str"):
+        MegatronFSDPConfig(megatron_fsdp_unit_modules=[3])
 
 
 @pytest.mark.parametrize("mode", [False, True, "full", "selective"])

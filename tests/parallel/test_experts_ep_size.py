@@ -347,3 +347,18 @@ def test_a_stage_is_refused_sequence_parallelism(rank: int) -> None:
         with pytest.raises(ValueError, match=r"sequence_parallel=True for stage \d of 2 of Model"):
             fsdp2_strategy_parallelize(model, mesh, sequence_parallel=True)
         assert dict(model.named_parameters()) == before
+
+
+def test_a_mesh_created_with_two_degrees_of_experts_needs_one_of_them() -> None:
+    with fake_world(8):
+        mesh, moe_mesh = create_fsdp2_device_mesh(ParallelismSizes(ep_size=2))
+        where = {"universe": mesh.universe}
+        assert create_fsdp2_device_mesh(ParallelismSizes(ep_size=2), **where)[1] is moe_mesh
+        assert FSDP2Manager(_CONFIG, mesh).moe_mesh is moe_mesh
+        assert create_fsdp2_device_mesh(ParallelismSizes(), **where) == (mesh, None)
+        for part in (mesh, _stage(mesh)):
+            message = r"created several times in its universe, with ep_size=1 and 2\. Pass"
+            with pytest.raises(ValueError, match=message):
+                FSDP2Manager(_CONFIG, part)
+            assert FSDP2Manager(_CONFIG, part, moe_mesh).moe_mesh is moe_mesh
+            assert FSDP2Manager(_CONFIG, part, ep_size=1).moe_mesh is None

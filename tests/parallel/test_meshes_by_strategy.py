@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, nan
 
 import pytest
 import torch
 
 from helpers.trainer_meshes import nothing_created
+from meshverse import DeviceMesh, init_device_mesh
 from meshverse.parallel import (
     DDPConfig,
     FSDP2Config,
@@ -150,3 +152,39 @@ def test_moe_mesh_of_a_part_or_by_a_bad_degree(world) -> None:
 def test_without_a_process_group_a_world_size_is_needed(config) -> None:
     with pytest.raises(ValueError, match="world_size=None, and there is no process group"):
         create_device_meshes(config, ParallelismSizes())
+
+
+def test_the_stages_of_an_experts_mesh_are_the_meshs(world) -> None:
+    whole = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    mesh = whole.unflatten("world", (4, 2), ("dp", "pp"))
+    turned = DeviceMesh.concatenate([mesh["pp"], mesh["dp"]])
+    for each in (mesh, turned):
+        message = "pp must be its first axis, and each stage must have consecutive ranks"
+        with nothing_created(each), pytest.raises(ValueError, match=message):
+            create_moe_mesh(each, ep_size=2)
+
+
+@pytest.mark.parametrize("create", [create_fsdp2_device_mesh, create_megatron_fsdp_device_mesh])
+@pytest.mark.parametrize("wrong", [0, -1, nan, inf, True, "5"])
+def test_no_timeout(world, create, wrong) -> None:
+    message = f"timeout_minutes={wrong!r} must be a number above 0"
+    with nothing_created(), pytest.raises(ValueError, match=message):
+        create(ParallelismSizes(), timeout_minutes=wrong)
+
+
+def test_no_universe(world) -> None:
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+    with (
+        nothing_created(mesh),
+        pytest.raises(TypeError, match=r"of type DeviceMesh must be a Univ"),
+    ):
+        create_fsdp2_device_mesh(ParallelismSizes(tp_size=2), universe=mesh)
+
+
+@pytest.mark.parametrize("config", [FSDP2Config(), MegatronFSDPConfig(), DDPConfig()])
+def test_degrees_are_no_dict(world, config) -> None:
+    with (
+        nothing_created(),
+        pytest.raises(TypeError, match=r"parallelism=\{\} of type dict must be"),
+    ):
+        create_device_meshes(config, {})

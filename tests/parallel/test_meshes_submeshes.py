@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 
 from helpers.trainer_meshes import AXES, FLATTENED, nothing_created, ranks_by_axes
 from helpers.worlds import fake_world, groups_created
@@ -15,6 +17,7 @@ from meshverse.parallel import (
     MeshAxisName,
     ParallelismSizes,
     create_fsdp2_device_mesh,
+    create_moe_mesh,
     get_flat_mesh,
     get_fsdp_dp_mesh,
     get_submesh,
@@ -140,6 +143,21 @@ def test_registering_and_unflattening(mesh) -> None:
         with pytest.raises(ValueError, match="product"):
             unflatten_compat(mesh, "dp_shard", (3, 2), ("a", "b"))
         with pytest.raises(KeyError, match="nope"):
-            register_flattened_axes(mesh, {"x": ("nope", "tp")})
+            register_flattened_axes(mesh, {"both": ("cp", "tp"), "x": ("nope", "tp")})
+        with pytest.raises(KeyError, match="both"):
+            get_flat_mesh(mesh, "both")
         with pytest.raises(ValueError, match="stage"):
             register_flattened_axes(mesh, {"stage": ("cp", "tp")})
+
+
+def test_meshes_of_torch_are_refused_by_name() -> None:
+    with fake_world(8):
+        mesh: Any = torch_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard_cp", "tp"))
+        for call in (
+            lambda: get_fsdp_dp_mesh(mesh),
+            lambda: create_moe_mesh(mesh, ep_size=2),
+            lambda: register_flattened_axes(mesh, {"all": ("dp_shard_cp", "tp")}),
+            lambda: unflatten_compat(mesh, "tp", (2, 1), ("a", "b")),
+        ):
+            with pytest.raises(TypeError, match=r"^mesh=.* of type torch.*must be a Meshverse"):
+                call()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from towers import BLOCKS, Block, Model, Tower
 
@@ -116,3 +116,30 @@ def test_cache_is_off_and_unknown_modes_are_refused() -> None:
     assert calls(model) == dict.fromkeys(BLOCKS, 1)
     apply_activation_checkpointing(model)
     assert not model.config.use_cache
+
+
+class Chatty(nn.Module):
+    """A layer with keywords that torch's `checkpoint` and our own function have too."""
+
+    def forward(self, hidden: Tensor, *, debug: float, settings: float, forward: float) -> Tensor:
+        return hidden.sin() * debug * settings * forward
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_layer_gets_all_its_keywords(mode: Any) -> None:
+    model = nn.Sequential(nn.ModuleList([Chatty()]))
+    apply_activation_checkpointing(model, mode)
+    given = torch.zeros(3, requires_grad=True)
+    model[0][0](given, debug=2, settings=3, forward=5).sum().backward()
+    assert given.grad is not None
+    assert given.grad.tolist() == [30] * 3
+
+
+def test_layers_are_checkpointed_once() -> None:
+    model = Model()
+    model.again = nn.ModuleList([model.stages[1][0]])  # in two lists
+    apply_activation_checkpointing(model, "full", "vision")
+    apply_activation_checkpointing(model, "full", "language")
+    with pytest.raises(ValueError, match=r"Model in the scope .* are checkpointed already"):
+        apply_activation_checkpointing(model)
+    assert calls(model) == dict.fromkeys(BLOCKS, 2)

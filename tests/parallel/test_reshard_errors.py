@@ -188,6 +188,20 @@ def _misfits() -> None:
             {},
         ),
         (
+            ValueError,
+            "'w' is uint4 in the source and uint4 in the target, and torch cannot copy",
+            _one(torch.zeros(8, dtype=torch.uint8).view(torch.uint4)),
+            _one(torch.zeros(8, dtype=torch.uint8).view(torch.uint4)),
+            {},
+        ),
+        (
+            ValueError,
+            "'w' is float4_e2m1fn_x2 in the source and float32 in the target, and torch cannot",
+            _one(torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)),
+            _one(ones),
+            {},
+        ),
+        (
             RuntimeError,
             "ranks 0 and 1 pass different buffer_bytes: 2048 on rank 0, 2049 on rank 1. All",
             _one(ones),
@@ -277,3 +291,40 @@ def _memory_shared() -> None:
 
 def test_tensors_that_share_memory(crew: Crew) -> None:
     crew.run(_memory_shared, 1)
+
+
+def _changed_in_place() -> None:
+    """Between runs: other strides and bits are followed; other elements and overlaps refused."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    grid = torch.arange(4.0).view(2, 2) * (1 + 2j)
+    sources = {"w": distribute_tensor(grid.clone(), mesh, [Shard(0)]), "own": torch.ones(4)}
+    target, own = torch.zeros_like(grid), torch.zeros(4)
+    move = Reshard(sources, {"w": target, "own": own})
+    move()
+    target.t_()
+    target.zero_()
+    move()
+    assert torch.equal(target, grid)
+    target.data = target.data.contiguous().conj()
+    target.zero_()
+    move()
+    assert target.is_conj()
+    assert torch.equal(target, grid)
+    sources["own"].data = torch.stack([torch.arange(4.0), torch.zeros(4)], dim=1)[:, 0]
+    move()
+    assert own.tolist() == [0, 1, 2, 3]
+    memory, words = own.data, "source 'own' and target 'own' overlap in memory on this rank"
+    if rank == 0:
+        own.data = torch.cat([sources["own"], torch.zeros(1)])[1:]
+        sources["own"].data = own.data.as_strided((4,), (1,), 0)
+    _raises(RuntimeError, f"rank 0 cannot run: .*{words}", move)
+    own.data = memory.view(torch.int32) if rank else memory
+    _raises(RuntimeError, "rank 1 cannot run: target 'own' .* is .*torch.int32", move)
+    own.data = memory.zero_()
+    move()
+    assert own.tolist() == ([0, 1, 2, 3])
+
+
+def test_tensors_that_change_between_runs(crew: Crew) -> None:
+    crew.run(_changed_in_place, 2)

@@ -23,7 +23,7 @@ from tiny_models import (
 )
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -372,9 +372,26 @@ def _tied_outside(model: _Toy) -> None:
     model.head.weight = model.layers[1][0].weight
 
 
+def _in_two_lists(model: _Toy) -> None:
+    model.again = nn.ModuleList([model.layers[1]])
+
+
+def _part_outside(model: _Toy) -> None:
+    model.head = model.layers[1][0]
+
+
+def _distributed(model: _Toy) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "tp"))["tp"]
+    whole = model.layers[1][0].weight.detach()
+    model.layers[1][0].weight = nn.Parameter(distribute_tensor(whole, mesh, [Replicate()]))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (_distributed, r"'layers.1.0.weight', which is distributed already, over .*tp=4"),
+        (_in_two_lists, "'layers.1' and 'again.0' of _Toy are one module in two lists"),
+        (_part_outside, r"is shared by layer 'layers.1' and 'head.weight' \(in no layer\)"),
         (_scalar, "'scale', which is a scalar"),
         (_sparse, r"'layers.1.0.weight', which has the layout torch.sparse_coo"),
         (_transposed, r"'layers.1.0.weight', which has strides \(1, 4\)"),
@@ -392,6 +409,35 @@ def test_a_model_that_fsdp2_cannot_shard_is_as_it_was(world, change, message) ->
         FSDP2Manager(config, mesh).parallelize(model)
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
     assert all(model.get_parameter(name) is each for name, each in before.items())
+
+
+def test_a_weight_that_the_plan_does_not_split_is_checked_too(world) -> None:
+    config = FSDP2Config(tp_plan={"head": ColwiseParallel(output_layouts=Replicate())})
+    mesh, _ = create_device_meshes(config, ParallelismSizes(tp_size=2), world_size=8)
+    model = _Toy()
+    model.head = nn.Linear(4, 4)
+    _transposed(model)
+    with pytest.raises(ValueError, match=r"'layers.1.0.weight', which has strides"):
+        FSDP2Manager(config, mesh).parallelize(model)
+    assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_a_list_is_no_model(world) -> None:
+    config, layers = FSDP2Config(), _Toy().layers
+    mesh, _ = create_device_meshes(config, ParallelismSizes(), world_size=8)
+    with pytest.raises(ValueError, match="cannot shard a ModuleList, which has no forward"):
+        FSDP2Manager(config, mesh).parallelize(layers)
+    assert not any(isinstance(module, FSDPModule) for module in layers)
+
+
+def test_compiling_a_model_without_layers_is_refused(world) -> None:
+    config, model = FSDP2Config(enable_compile=True), nn.Sequential(nn.Linear(4, 4))
+    mesh, _ = create_device_meshes(config, ParallelismSizes(), world_size=8)
+    for manager in (FSDP2Manager(config, None), FSDP2Manager(config, mesh)):
+        for call in (manager.parallelize, manager.maybe_compile):
+            with pytest.raises(ValueError, match="would do nothing: Sequential has no ModuleList"):
+                call(model)
+    assert not isinstance(model, FSDPModule)
 
 
 def test_a_layer_that_is_used_twice_is_sharded(world) -> None:
@@ -455,6 +501,10 @@ def test_the_check_stays_where_packed_sequences_are_trained(packed_check) -> Non
 
 def test_a_model_that_is_refused_leaves_the_check(packed_check) -> None:
     original = packed_check()
+    config = FSDP2Config(patch_is_packed_sequence=True, activation_checkpointing=True)
+    with pytest.raises(ValueError, match="would do nothing"):
+        FSDP2Manager(config, None).parallelize(nn.Linear(2, 2))
+    assert packed_check() is original
     config = FSDP2Config(patch_is_packed_sequence=True, tp_plan={"nowhere": ColwiseParallel()})
     with fake_world(4):
         mesh, _ = create_device_meshes(config, ParallelismSizes(tp_size=2), world_size=4)

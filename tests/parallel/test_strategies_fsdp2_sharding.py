@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from towers import BLOCKS, Block, Model
 
@@ -95,3 +95,28 @@ def test_unsharding_ends_also_after_a_failure(crew: Crew) -> None:
     for inside, after in crew.run(unsharded, 2):
         assert all(inside)
         assert not any(after)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"mp_policy": "bf16"}, TypeError),
+        ({"mp_policy": None, "prefetch_depths": (0, -1)}, ValueError),
+        ({"mp_policy": None, "reshard_after_forward": 2}, TypeError),
+    ],
+)
+def test_wrong_values_leave_the_module_as_it_was(settings: Any, error: type[Exception]) -> None:
+    model = Model()
+    with pytest.raises(error):
+        apply_fsdp_sharding_recursively(model, mesh(8), **settings)
+    assert not sharded(model)
+
+
+@pytest.mark.usefixtures("world")
+def test_an_item_that_is_sharded_already_is_refused_before_the_others() -> None:
+    layers = nn.ModuleList([Block(), Block()])
+    fully_shard(layers[1], mesh=mesh(8))
+    with pytest.raises(ValueError, match="is sharded already, at '1'"):
+        apply_fsdp_sharding_recursively(layers, mesh(8), None)
+    assert sharded(layers) == {"1"}

@@ -10,17 +10,29 @@ import torch.distributed as dist
 from rounding import training_error
 from tiny_models import BOUND, batch, full, full_weights, make_model, train
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh as torch_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse.parallel import (
+    FSDP2Config,
+    FSDP2Manager,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
     ParallelismSizes,
     create_fsdp2_device_mesh,
     fsdp2_strategy_parallelize,
     get_flat_mesh,
+    megatron_fsdp_strategy_parallelize,
     unshard_fsdp2_model,
 )
 
@@ -100,24 +112,50 @@ def by_default() -> tuple[list[bool], torch.dtype, torch.dtype]:
     return sharded, logits.dtype, model.lm_head.weight.grad.dtype
 
 
-def with_outputs_in_float32() -> tuple[list[torch.dtype], torch.dtype]:
-    """The dtypes of the last layer's output and of logits, under a policy of one's own."""
+def dtypes_of_outputs() -> list[tuple[list[torch.dtype], torch.dtype]]:
+    """The dtypes of the last layer's output and of logits, under policies of one's own."""
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(), world_size=dist.get_world_size())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model = fsdp2_strategy_parallelize(make_llama(tied=False), mesh, mp_policy=policy)
-    seen: list[torch.dtype] = []
-    model.model.norm.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
-    return seen, model(input_ids=batch(0), use_cache=False).logits.dtype
+    found = []
+    for dtypes in ((torch.bfloat16, torch.float32), (None, torch.bfloat16)):
+        policy = MixedPrecisionPolicy(dtypes[0], output_dtype=dtypes[1])
+        model = fsdp2_strategy_parallelize(make_llama(tied=False), mesh, mp_policy=policy)
+        seen: list[torch.dtype] = []
+        model.model.norm.register_forward_pre_hook(
+            lambda _, given, s=seen: s.append(given[0].dtype)
+        )
+        found.append((seen, model(input_ids=batch(0), use_cache=False).logits.dtype))
+    return found
 
 
 def test_only_the_models_outputs_are_in_their_own_precision(crew: Crew) -> None:
-    assert crew.run(with_outputs_in_float32, 2) == [([torch.bfloat16], torch.float32)] * 2
+    wanted = [([torch.bfloat16], torch.float32), ([torch.float32], torch.bfloat16)]
+    assert crew.run(dtypes_of_outputs, 2) == [wanted] * 2
 
 
 def test_defaults(crew: Crew) -> None:
     for sharded, logits, gradients in crew.run(by_default, 2):
         assert sharded == [True, True, False]
         assert (logits, gradients) == (torch.float32, torch.float32)
+
+
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+_WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy=torch.bfloat16 of type dtype must"),
+    ({"mp_policy": MixedPrecisionPolicy("bf16")}, TypeError, "mp_policy.param_dtype='bf16' of"),  # type: ignore[arg-type]
+    ({"param_dtype": "bfloat16"}, TypeError, "param_dtype='bfloat16' of type str must be dtype"),
+    ({"param_dtype": torch.int8}, ValueError, "param_dtype=torch.int8 must be of floating-point"),
+    ({"param_dtype": torch.float32, "mp_policy": _BF16}, ValueError, "contradicts mp_policy"),
+    ({"offload_policy": True}, TypeError, "offload_policy=True of type bool must be Offload"),
+    ({"cpu_offload": 1}, TypeError, "cpu_offload=1 of type int must be bool"),
+    ({"fsdp2_forward_prefetch_depth": 1.5}, TypeError, "depth=1.5 of type float must be int"),
+    ({"fsdp2_backward_prefetch_depth": -1}, ValueError, "depth=-1 must be 0 or more layers"),
+    ({"reshard_after_forward": 2}, TypeError, "reshard_after_forward=2 of type int must be bool"),
+    ({"reapply_trainability": 5}, TypeError, "reapply_trainability=5 of type int must be a func"),
+    ({"tp_shard_plan": {}, "tp_plan": "a.plan"}, ValueError, "contradicts tp_plan=a.plan"),
+    ({"tp_shard_plan": ["q"]}, TypeError, r"tp_shard_plan=\['q'\] of type list must be str or"),
+]
+if not torch.accelerator.is_available():
+    _WRONG.append(({"offload_policy": CPUOffloadPolicy()}, ValueError, "pins memory only for an"))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +165,7 @@ def test_defaults(crew: Crew) -> None:
             4,
             {},
             ValueError,
-            r"num_key_value_heads=2 of Llama.* tp_size=4, .* and num_attention_heads=4: 1 or 2\.",
+            r"k_proj computes 2 heads, .* 4 ranks .*=2 and num_attention_heads=4: 1 or 2\.",
         ),
         (2, {"activation_checkpointing": "some"}, ValueError, "activation_checkpointing='some'"),
         (
@@ -141,6 +179,7 @@ def test_defaults(crew: Crew) -> None:
         (2, {"tp_shard_plan": {"lm_head": "colwise"}}, TypeError, "'lm_head': 'colwise'"),
         (2, {"tp_mesh_name": "tensor"}, KeyError, "'tensor'"),
         (2, {"dp_cp_mesh_name": "data"}, KeyError, "'data'"),
+        *((2, *wrong) for wrong in _WRONG),
     ],
 )
 def test_refusals_leave_the_model_as_it_was(
@@ -183,10 +222,56 @@ def test_what_context_parallelism_leaves_to_do_is_said(
     assert ("meshverse.parallel.context_parallel(mesh" in caplog.text) == (cp_size > 1)
 
 
+def test_heads_that_the_plan_does_not_split_need_not_be_divisible() -> None:
+    model = make_llama(tied=False)  # with 2 heads of keys
+    plan: dict[str, ParallelStyle] = {}
+    plan |= {f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    plan["model.layers.*.mlp.down_proj"] = RowwiseParallel()
+    with fake_world(8):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=4))
+        fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=plan)
+    assert model.model.layers[0].mlp.up_proj.weight.placements[-1] == Shard(0)
+
+
+def test_axes_that_overlap_are_refused() -> None:
+    model, names = make_llama(tied=False), {"dp_shard_cp_mesh_name": "dp_shard"}
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
+        with pytest.raises(ValueError, match="axes must not overlap"):
+            fsdp2_strategy_parallelize(model, mesh, tp_mesh_name="dp_shard", **names)
+    assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_meshes_of_torch_are_refused_by_name() -> None:
+    model, config = make_llama(tied=False), FSDP2Config()
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        other = torch_mesh("cpu", (4, 1), mesh_dim_names=("dp_shard_cp", "tp"))
+        message = "device_mesh=.* of type torch.distributed.device_mesh.DeviceMesh must be a Mesh"
+        for call in (
+            lambda: fsdp2_strategy_parallelize(model, other),
+            lambda: FSDP2Manager(config, other),
+            lambda: MegatronFSDPManager(MegatronFSDPConfig(), other),
+            lambda: megatron_fsdp_strategy_parallelize(model, other),
+        ):
+            with pytest.raises(TypeError, match=message):
+                call()
+        for call in (
+            lambda: fsdp2_strategy_parallelize(model, mesh, moe_mesh=other),
+            lambda: FSDP2Manager(config, mesh, other),
+        ):
+            with pytest.raises(TypeError, match=r"moe_mesh=.*must be a Meshverse mesh"):
+                call()
+        for manager in (FSDP2Manager, MegatronFSDPManager):
+            with pytest.raises(TypeError, match=r"config=.* of type dict must be "):
+                manager({}, mesh)  # type: ignore[arg-type]
+    assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
 def test_a_model_is_sharded_once() -> None:
     with fake_world(8):
         mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(), world_size=8)
         model = fsdp2_strategy_parallelize(make_llama(tied=False), mesh)
-        with pytest.raises(ValueError, match=r"LlamaForCausalLM is sharded already: \['itself', "):
+        with pytest.raises(ValueError, match="LlamaForCausalLM is sharded already"):
             fsdp2_strategy_parallelize(model, mesh, activation_checkpointing=True)
     assert not any("forward" in vars(each) for each in model.modules())

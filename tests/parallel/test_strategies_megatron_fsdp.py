@@ -259,9 +259,10 @@ def test_arguments_for_an_older_version() -> None:
     }
 
 
-def test_a_setting_the_version_does_not_know_is_refused() -> None:
-    config = MegatronFSDPConfig(fsdp_double_buffer=True)
-    with pytest.raises(ValueError, match=r"0\.0\.1 has no argument for \{'fsdp_double_buffer'"):
+@pytest.mark.parametrize("setting", [{"fsdp_double_buffer": True}, {"overlap_grad_reduce": False}])
+def test_a_setting_the_version_does_not_know_is_refused(setting: dict[str, bool]) -> None:
+    config = MegatronFSDPConfig(**setting)
+    with pytest.raises(ValueError, match=rf"0\.0\.1 has no argument for {setting}"):
         fully_shard_arguments(config, _older, _OLD_PACKAGE)  # type: ignore[arg-type]
 
 
@@ -298,6 +299,9 @@ class _Package(ModuleType):
             ValueError,
             r"1 parameters .*\[\(3,\)\]",
         ),
+        ({"optimizer": [torch.zeros(3)]}, TypeError, "optimizer=.* of type list must be Optimizer"),
+        ({"tp_shard_plan": 3}, TypeError, "tp_shard_plan=3 of type int"),
+        ({"reapply_trainability": "no"}, TypeError, "reapply_trainability='no' of type str"),
         ({"nccl_ub": True}, ValueError, "nccl_ub"),
         ({"no_such_setting": 1}, TypeError, "no_such_setting"),
         ({"dp_shard_dim": "data"}, KeyError, "'data'"),
@@ -313,6 +317,18 @@ def test_bad_arguments_leave_the_model_as_it_was(monkeypatch, settings, error, m
         with pytest.raises(error, match=message):
             megatron_fsdp_strategy_parallelize(model, mesh, **settings)
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+
+
+def test_the_state_of_an_optimizer_is_not_lost() -> None:
+    model = Model()
+    optimizer = _optimizer(model)
+    _train(model, optimizer)
+    with fake_world(2):
+        for sizes in (ParallelismSizes(), ParallelismSizes(tp_size=2)):
+            mesh = create_megatron_fsdp_device_mesh(sizes, world_size=2)
+            with pytest.raises(ValueError, match="has the state of 10 parameters, which would be"):
+                megatron_fsdp_strategy_parallelize(model, mesh, optimizer)
+    assert len(optimizer.state) == 10
 
 
 def test_a_model_without_unit_modules(monkeypatch) -> None:

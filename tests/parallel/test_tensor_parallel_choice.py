@@ -155,13 +155,3 @@ def test_default_is_of_a_llama_and_says_so(caplog: pytest.LogCaptureFixture) -> 
 def test_no_llama_is_refused() -> None:
     with pytest.raises(ValueError, match="MLP is not built like Llama"):
         apply_tensor_parallelism(MLP(), mesh())
-
-
-def test_heads_of_the_config() -> None:
-    model = MLP()
-    model.config = type("Config", (), {"num_key_value_heads": 6, "num_attention_heads": 12})()
-    choice.check_heads(model, 3)
-    fit = "num_key_value_heads=6 and num_attention_heads=12: 1 or 2 or 3 or 6"
-    message = f"=6 of MLP .* tp_size=4, .*whole heads. Use a tp_size that divides {fit}"
-    with pytest.raises(ValueError, match=message):
-        choice.check_heads(model, 4)

@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -37,9 +38,61 @@ def default_mixed_precision() -> MixedPrecisionPolicy:
 class _Settings:
     """Base of the configs."""
 
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            if each.type == "bool":
+                check_type(each.name, getattr(self, each.name), bool)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the settings by name; values are the config's own objects, not copies."""
         return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+
+def check_type(name: str, value: Any, *allowed: type | None, cure: str = "") -> None:
+    """Check the type of an argument. None among the allowed types stands for the value None.
+
+    Raises:
+        TypeError: the value has another type. A bool is no int.
+    """
+    types = tuple(each for each in allowed if each is not None)
+    is_wrong = not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
+    if is_wrong and not (value is None and None in allowed):
+        kinds = " or ".join("None" if each is None else each.__name__ for each in allowed)
+        raise TypeError(
+            f"{name}={value!r:.80} of type {type(value).__name__} must be {kinds}. {cure}".rstrip()
+        )
+
+
+def check_precision(name: str, policy: MixedPrecisionPolicy | None) -> None:
+    """Check a policy, in which FSDP2 checks nothing.
+
+    Raises:
+        TypeError: it is no policy, or one of its values has a wrong type.
+        ValueError: a dtype is not of floating-point numbers.
+    """
+    check_type(name, policy, MixedPrecisionPolicy, None)
+    for each in ("param_dtype", "reduce_dtype", "output_dtype") if policy else ():
+        dtype = getattr(policy, each)
+        check_type(f"{name}.{each}", dtype, torch.dtype, None)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"{name}.{each}={dtype} must be of floating-point numbers, or None.")
+    if policy:
+        check_type(f"{name}.cast_forward_inputs", policy.cast_forward_inputs, bool)
+
+
+def check_plan(name: str, plan: Any) -> None:
+    """Raise TypeError unless a value is a tensor-parallel plan, its path, a function, or None."""
+    if not callable(plan):
+        check_type(name, plan, str, dict, None, cure="Or give a function that returns a dict.")
+
+
+def check_trainability(function: Any) -> None:
+    """Raise TypeError unless `reapply_trainability` is a function or None."""
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"reapply_trainability={function!r:.80} of type {type(function).__name__} must be a "
+            "function of the model, or None."
+        )
 
 
 @dataclass
@@ -62,15 +115,17 @@ class FSDP2Config(_Settings):
             for all layers but the last.
         enable_compile: whether to compile each decoder layer.
         enable_fsdp2_prefetch: whether to gather layers ahead explicitly, by the two depths below.
-        fsdp2_backward_prefetch_depth: number of layers to gather ahead in backward.
-        fsdp2_forward_prefetch_depth: number of layers to gather ahead in forward.
+        fsdp2_backward_prefetch_depth: number of layers to gather ahead in backward, 0 or more.
+        fsdp2_forward_prefetch_depth: number of layers to gather ahead in forward, 0 or more.
         split_logits: whether tensor parallelism leaves logits split over the vocabulary in training
             mode, as DTensors, for torch's `loss_parallel`. In eval mode, and by default, each rank
             gathers them. If you pass or register a plan other than `llama_tp_plan`, its style of
             the head decides instead.
 
     Raises:
-        ValueError: `activation_checkpointing` or its scope is not one of the values above.
+        TypeError: a value has another type than above.
+        ValueError: `activation_checkpointing` or its scope is not one of the values above, a depth
+            is negative, or `mp_policy` has dtypes of integers.
     """
 
     sequence_parallel: bool = False
@@ -88,6 +143,16 @@ class FSDP2Config(_Settings):
     split_logits: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_type("reshard_after_forward", self.reshard_after_forward, bool, None)
+        check_plan("tp_plan", self.tp_plan)
+        check_precision("mp_policy", self.mp_policy)
+        check_type("offload_policy", self.offload_policy, OffloadPolicy, None)
+        for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
+            depth = getattr(self, name)
+            check_type(name, depth, int)
+            if depth < 0:
+                raise ValueError(f"{name}={depth} must be 0 or more layers.")
         if self.mp_policy is None:
             self.mp_policy = default_mixed_precision()
         mode = self.activation_checkpointing
@@ -106,8 +171,10 @@ def checkpointing_parts(scope: CheckpointingScope) -> tuple[str, ...]:
             case are the same. None, an empty scope, "auto" and "default" mean "all".
 
     Raises:
+        TypeError: the scope is no string or collection.
         ValueError: a part is unknown, or "all" is not alone.
     """
+    check_type("activation_checkpointing_scope", scope, Collection, None)
     given = [scope] if isinstance(scope, str) else scope or ()
     words = ",".join(map(str, given)).replace("+", ",").lower().split(",")
     parts = [word.strip() for word in words if word.strip()] or ["all"]
@@ -137,7 +204,8 @@ class MegatronFSDPConfig(_Settings):
         preserve_fp32_weights: whether fp32 main weights are kept.
         overlap_grad_reduce: whether reducing gradients overlaps with backward.
         overlap_param_gather: whether gathering parameters overlaps with computation.
-        check_for_nan_in_grad: whether gradients are checked for NaN.
+        check_for_nan_in_grad: whether gradients are checked for NaN; a version of megatron-fsdp
+            without this argument does not check them.
         report_nan_in_param_grad: whether the check names the parameter.
         average_in_collective: whether the collective averages gradients.
         disable_bucketing: whether every parameter is a bucket of its own.
@@ -148,6 +216,7 @@ class MegatronFSDPConfig(_Settings):
         activation_checkpointing: whether layers are recomputed in backward.
 
     Raises:
+        TypeError: a value has another type than above.
         ValueError: `zero_dp_strategy` is not one of the values above, or
             `activation_checkpointing` is not a bool.
     """
@@ -178,6 +247,16 @@ class MegatronFSDPConfig(_Settings):
                 f"activation_checkpointing={self.activation_checkpointing!r} must be True (all "
                 "layers) or False (no layer) for Megatron-FSDP."
             )
+        super().__post_init__()
+        units = self.megatron_fsdp_unit_modules
+        if isinstance(units, str):
+            raise TypeError(
+                f"megatron_fsdp_unit_modules={units!r} must be a list of classes or of their "
+                f"import paths: give [{units!r}]."
+            )
+        check_type("megatron_fsdp_unit_modules", units, Sequence, None)
+        for unit in units or ():
+            check_type("A class in megatron_fsdp_unit_modules", unit, str, type)
 
 
 @dataclass
@@ -192,6 +271,10 @@ class DDPConfig(_Settings):
         find_unused_parameters: whether each forward finds the parameters that get no gradient.
         static_graph: whether the autograd graph is the same in every step.
         gradient_as_bucket_view: whether gradients are views of the buckets.
+
+    Raises:
+        TypeError: a value has another type than above.
+        ValueError: `bucket_cap_mb` is not above 0, or infinite.
     """
 
     bucket_cap_mb: float | None = None
@@ -199,3 +282,10 @@ class DDPConfig(_Settings):
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.bucket_cap_mb
+        check_type("bucket_cap_mb", size, int, float, None)
+        if size is not None and not 0 < size < math.inf:
+            raise ValueError(f"bucket_cap_mb={size} must be a number of MiB above 0, or None.")

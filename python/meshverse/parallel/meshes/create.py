@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypedDict
@@ -24,15 +25,17 @@ from meshverse import DeviceMesh, Universe, init_device_mesh
 from .degrees import (
     MeshSpec,
     ParallelismSizes,
+    check_sizes,
     data_parallel_size,
     degree,
     fsdp2_specs,
     moe_spec,
 )
-from .submesh import register_flattened_axes
+from .submesh import axis_size, check_class, register_flattened_axes
 
-# The ep_size requested with a universe's root mesh, for strategies that get only this mesh.
-_ep_sizes: WeakKeyDictionary[Universe, int] = WeakKeyDictionary()
+# The ep_sizes requested with the root mesh of a universe, for strategies that get only this mesh.
+# There are several if it was created again with another one.
+_ep_sizes: WeakKeyDictionary[Universe, set[int]] = WeakKeyDictionary()
 
 
 class MeshKwargs(TypedDict, total=False):
@@ -62,28 +65,49 @@ def create_fsdp2_device_mesh(
     """
     count, keywords = _ranks_and_options(**where)
     mesh = _build(fsdp2_specs(parallelism, count)[0], keywords)
-    ep = _ep_sizes[mesh.universe] = parallelism.ep_size or 1
-    return mesh, create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
+    ep = parallelism.ep_size or 1
+    moe_mesh = create_moe_mesh(mesh, ep_size=ep) if ep > 1 else None
+    _ep_sizes.setdefault(mesh.universe, set()).add(ep)
+    return mesh, moe_mesh
 
 
 def requested_ep_size(mesh: DeviceMesh) -> int:
-    """Return the ep_size that was requested with a mesh or its root; 1 if there was none."""
-    return _ep_sizes.get(mesh.universe, 1)
+    """Return the ep_size that was requested with a mesh or its root; 1 if there was none.
+
+    Raises:
+        ValueError: several were requested.
+    """
+    sizes = _ep_sizes.get(mesh.universe, {1})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{mesh} was created several times in its universe, with "
+            f"ep_size={' and '.join(map(str, sorted(sizes)))}. Pass the experts' mesh as "
+            "moe_mesh=, or ep_size=1 for a model without experts."
+        )
+    return min(sizes)
 
 
 def create_moe_mesh(mesh: DeviceMesh, *, ep_size: int) -> DeviceMesh:
     """Create the mesh (ep_shard, ep) over all ranks of a pipeline stage, in the mesh's universe.
 
     Args:
-        mesh: root mesh of its universe. If it has an axis pp, this must be the first axis.
+        mesh: root mesh of its universe. If it has an axis pp, this must be the first axis, and each
+            stage must have consecutive ranks of the universe.
         ep_size: number of ranks to split the experts over.
 
     Raises:
-        ValueError: `ep_size` does not divide the number of ranks of a stage, or the mesh does not
-            have all ranks of its universe.
+        TypeError: the mesh is not Meshverse's.
+        ValueError: `ep_size` does not divide the number of ranks of a stage, the mesh does not have
+            all ranks of its universe, or the axis pp is not as above.
     """
-    stages = mesh.size(0) if (mesh.mesh_dim_names or ("",))[0] == "pp" else 1
+    check_class("mesh", mesh)
+    stages = axis_size(mesh, "pp")
     spec = moe_spec(stages, mesh.size() // stages, ep_size)
+    if stages > 1 and (mesh.size(0), *mesh.layout[0].strides) != (stages, mesh.size() // stages):
+        raise ValueError(
+            f"{mesh}: pp must be its first axis, and each stage must have consecutive ranks. "
+            "Create the mesh with create_fsdp2_device_mesh()."
+        )
     if mesh.size() != mesh.universe.size:
         raise ValueError(
             f"The mesh has {mesh.size()} of the {mesh.universe.size} ranks of its universe, and "
@@ -113,6 +137,7 @@ def create_megatron_fsdp_device_mesh(
 
 def refuse_degrees(parallelism: ParallelismSizes, strategy: str, names: Sequence[str]) -> None:
     """Raise ValueError if any of the named degrees, which the strategy lacks, is above 1."""
+    check_sizes(parallelism)
     for name in names:
         if (size := getattr(parallelism, name) or 1) > 1:
             raise ValueError(f"{strategy} does not support {name}={size}. Use FSDP2Config for it.")
@@ -142,6 +167,15 @@ def _ranks_and_options(
 ) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks of a mesh, and keywords for `init_device_mesh`."""
     count = world_size_of(world_size)
+    if universe is not None and not isinstance(universe, Universe):
+        raise TypeError(
+            f"universe={universe!r:.80} of type {type(universe).__name__} must be a Universe: give "
+            "that of a mesh, mesh.universe."
+        )
+    minutes: Any = timeout_minutes
+    is_number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
+    if minutes is not None and not (is_number and 0 < minutes < math.inf):
+        raise ValueError(f"timeout_minutes={minutes!r} must be a number above 0, or None.")
     if universe is not None and ranks is None:
         ranks = universe.rank_map.ranks().tolist()
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)

@@ -66,6 +66,15 @@ class ParallelismSizes:
                 degree(value, each.name)
 
 
+def check_sizes(parallelism: object) -> None:
+    """Raise TypeError unless an argument is a `ParallelismSizes`."""
+    if not isinstance(parallelism, ParallelismSizes):
+        raise TypeError(
+            f"parallelism={parallelism!r:.80} of type {type(parallelism).__name__} must be a "
+            "ParallelismSizes."
+        )
+
+
 def is_degree(value: Any) -> bool:
     """Return whether a value is a degree: an int above 0."""
     return type(value) is int and value > 0  # True is not a degree
@@ -149,6 +158,7 @@ def validate_mesh_spec(spec: MeshSpec) -> None:
 
 def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
     """Return the specs of the meshes that `create_fsdp2_device_mesh` creates over `count` ranks."""
+    check_sizes(parallelism)
     tp, pp = parallelism.tp_size or 1, parallelism.pp_size or 1
     cp, ep = parallelism.cp_size or 1, parallelism.ep_size or 1
     replicas = parallelism.dp_replicate_size or 1

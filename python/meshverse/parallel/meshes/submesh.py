@@ -31,11 +31,14 @@ def register_flattened_axes(mesh: DeviceMesh, flattened_axes: Mapping[str, Seque
     """Flatten axes of a mesh under new names, by which `get_flat_mesh` finds them.
 
     Raises:
-        KeyError: the mesh lacks an axis, or has the axes in another order.
+        KeyError: the mesh lacks an axis, or has the axes in another order. Nothing is flattened.
+        TypeError: the mesh is not Meshverse's.
         ValueError: a name exists already.
     """
-    for name, sources in flattened_axes.items():
-        mesh[tuple(map(str, sources))].flatten(str(name))
+    check_class("mesh", mesh)
+    parts = {name: mesh[tuple(map(str, axes))] for name, axes in flattened_axes.items()}
+    for name, part in parts.items():
+        part.flatten(str(name))
 
 
 def unflatten_compat(
@@ -44,10 +47,22 @@ def unflatten_compat(
     """Return a mesh with one axis split into several, the rightmost varying fastest.
 
     If `axis` is a flattened axis of the universe, the result has only the new axes. KeyError if
-    there is no such axis; other errors are those of `unflatten`.
+    there is no such axis, TypeError if the mesh is not Meshverse's; other errors are those of
+    `unflatten`.
     """
+    check_class("mesh", mesh)
     whole = mesh if axis in (mesh.mesh_dim_names or ()) else get_flat_mesh(mesh, axis)
     return whole.unflatten(str(axis), sizes, tuple(map(str, names)))
+
+
+def check_class(name: str, mesh: object) -> None:
+    """Raise TypeError unless an argument is a mesh of our class."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{name}={mesh!r:.80} of type {type(mesh).__module__}.{type(mesh).__qualname__} must "
+            "be a Meshverse mesh. Use meshverse.init_device_mesh, or call meshverse.install() "
+            "first."
+        )
 
 
 def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -113,7 +128,9 @@ def get_fsdp_dp_mesh(
 
     Raises:
         KeyError: the mesh lacks one of the axes.
+        TypeError: the mesh is not Meshverse's.
     """
+    check_class("mesh", mesh)
     shards, names = dp_shard_cp_name, mesh.mesh_dim_names or ()
     layout = get_flat_mesh(mesh, shards).layout
     if "dp_shard" in names and mesh["dp_shard"].layout == layout:  # no context parallelism
@@ -164,7 +181,7 @@ def mesh_of_stage(
 
 
 def check_covered(mesh: DeviceMesh, used: Sequence[DeviceMesh]) -> None:
-    """Raise ValueError if the meshes that a strategy uses do not cover all ranks of a mesh.
+    """Raise ValueError if the meshes that a strategy uses overlap, or do not cover a mesh.
 
     If the mesh has an axis cp, log a warning that sequences are not split yet.
     """
@@ -176,6 +193,11 @@ def check_covered(mesh: DeviceMesh, used: Sequence[DeviceMesh]) -> None:
             f"them: {axes} ranks. The strategy's axes must cover the mesh. Name other axes, or "
             "give the submesh that this model is on."
         )
+    split = [each for each in used if each.size() > 1]
+    try:
+        DeviceMesh.concatenate(split or [mesh])
+    except RuntimeError as error:
+        raise ValueError(f"The strategy's axes must not overlap. {error}") from error
     if (size := axis_size(mesh, "cp")) > 1:
         _logger.warning(
             "cp=%d: parameters are sharded over cp, but sequences are not split. Run forward and "

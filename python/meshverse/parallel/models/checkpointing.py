@@ -45,7 +45,8 @@ def apply_activation_checkpointing(
             "vision", "audio" and "multimodal", in any form that `FSDP2Config` takes.
 
     Raises:
-        ValueError: the mode or scope is unknown, or the model has no layers in the scope.
+        ValueError: the mode or scope is unknown, the model has no layers in the scope, or one is
+            checkpointed already. The model is unchanged then.
 
     Example:
         >>> apply_activation_checkpointing(model, "full", "language")  # doctest: +SKIP
@@ -66,21 +67,31 @@ def apply_activation_checkpointing(
 
 
 def checkpointed_layers(model: nn.Module, scope: CheckpointingScope) -> list[nn.Module]:
-    """Return the layers of a model in a checkpointing scope; ValueError if there are none."""
+    """Return the layers of a model in a checkpointing scope, each once.
+
+    Raises:
+        ValueError: there are none, or one is checkpointed already.
+    """
     parts = checkpointing_parts(scope)
     by_part: dict[str, list[nn.Module]] = {}
     for name, layer in chain.from_iterable(layer_lists(model)):
         part = next((part for part, words in _PARTS.items() if words.search(name)), "language")
         by_part.setdefault(part, []).append(layer)
     chosen = by_part if "all" in parts else by_part.keys() & set(parts)
-    layers = [layer for part, some in by_part.items() if part in chosen for layer in some]
+    layers = list(chain.from_iterable(some for part, some in by_part.items() if part in chosen))
     if not layers:
         what = f"layers of {sorted(by_part)} only" if by_part else "no ModuleList of layers"
         raise ValueError(
             f"Activation checkpointing of {parts} would do nothing: {type(model).__name__} has "
             f"{what}. Choose another activation_checkpointing_scope, or turn checkpointing off."
         )
-    return layers
+    forwards = [vars(layer).get("forward") for layer in layers]
+    if any(isinstance(each, partial) and each.func is _checkpointed for each in forwards):
+        raise ValueError(
+            f"Layers of {type(model).__name__} in the scope {parts} are checkpointed already, and "
+            "would be recomputed within a recomputation. Turn checkpointing on only once."
+        )
+    return list(dict.fromkeys(layers))  # a layer may be in two lists
 
 
 def prepare(
@@ -100,11 +111,16 @@ def prepare(
 
 
 def _checkpointed(
-    forward: Callable[..., Any], settings: dict[str, Any], *arguments: Any, **keywords: Any
+    forward: Callable[..., Any], settings: dict[str, Any], /, *arguments: Any, **keywords: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
-    output = checkpoint(forward, *arguments, **settings, **keywords)
+
+    def run(*arguments: Any) -> Any:
+        return forward(*arguments, **keywords)
+
+    # Keywords in a closure: `checkpoint` would take those that have the names of its own settings.
+    output = checkpoint(run, *arguments, **settings)
     if "context_fn" in settings and torch.compiler.is_dynamo_compiling():
         return tree_map_only(torch.Tensor, _copied, output)
     return output

@@ -13,7 +13,8 @@ _DROPOUT = {
     *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
     *(torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_),
 }
-_PLACE = 4  # of dropout_p among the arguments of attention
+# Functions of attention, with the place of dropout_p among their arguments.
+_PLACES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -30,10 +31,10 @@ class WithoutDropout(TorchFunctionMode):
         keywords = keywords or {}
         if function in _DROPOUT:
             return arguments[0] if arguments else keywords["input"]
-        if function is F.scaled_dot_product_attention:
+        if (place := _PLACES.get(function)) is not None:
             keywords = {**keywords}
-            if len(arguments) > _PLACE:
-                arguments = (*arguments[:_PLACE], 0.0, *arguments[_PLACE + 1 :])
+            if len(arguments) > place:
+                arguments = (*arguments[:place], 0.0, *arguments[place + 1 :])
             else:
                 keywords["dropout_p"] = 0.0
         return function(*arguments, **keywords)

@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from meshverse._torch_compat.dtensors import held_by
 
 from .plan import Message, Plan, Round, Transfer
-from .sides import has_memory, local_tensor
+from .sides import check_kind, has_memory, local_tensor
 
 # Elements that need no cast are copied bit by bit, as numbers of the same size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+_CHANGE_BACK = "Change it back and call the Reshard again, or construct a new one."
 
 _Views = Sequence[Tensor | None]
 
@@ -27,9 +29,9 @@ _Views = Sequence[Tensor | None]
 class _Seen(NamedTuple):
     """A tensor with its layout, on which the plan depends, at the last check.
 
-    A check first compares marks, which are cheap to read: while the mark is the same, so is the
-    layout. A mark contains ids of objects; `kept` references these, so that no other object can
-    get their ids.
+    A check first compares marks, which are cheap to read: while the mark is the same, so are the
+    layout and the views of the tensor. A mark contains ids of objects; `kept` references these, so
+    that no other object can get their ids.
     """
 
     tensor: Tensor
@@ -56,7 +58,8 @@ class _Seen(NamedTuple):
 
 def _mark_of(tensor: Tensor) -> tuple[Any, ...]:
     held, spec = held_by(tensor)
-    return id(held), id(spec), held.data_ptr(), held.shape
+    elements = held.dtype, held.shape, held.stride(), held.is_conj(), held.is_neg()
+    return id(held), id(spec), held.data_ptr(), elements
 
 
 class _MessageBoxes(NamedTuple):
@@ -75,6 +78,7 @@ class _MessageBoxes(NamedTuple):
         ]
 
 
+_SeenTensors = dict[str, dict[str, _Seen]]  # by side and name
 _Rounds = list[tuple[Round, _MessageBoxes, _MessageBoxes]]  # with the boxes sent and received
 
 
@@ -101,11 +105,11 @@ class Exchange:
         self, plan: Plan, device: torch.device, tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
         self._plan, self._device = plan, device
-        self._seen = {
+        self._seen: _SeenTensors = {
             side: {part[0]: _Seen.now(tensors[side][part[0]]) for part in parts if part}
             for side, parts in plan.parts.items()
         }
-        sources, targets = self._views()
+        sources, targets = self._views(self._seen)
         _check_memory(plan.transfers, sources, targets)
         self.target_bytes = sum(
             view.numel() * transfer.dtype.itemsize
@@ -116,29 +120,42 @@ class Exchange:
         self._kept: tuple[list[Tensor], list[Tensor]] = [], []  # local copies: targets, sources
 
     def find_change(self) -> str:
-        """Return a sentence about a tensor whose layout has changed since construction, else ""."""
-        for side, tensors in self._seen.items():
-            for name, seen in tensors.items():
-                if _mark_of(seen.tensor) == seen.mark:
-                    continue
-                now = _Seen.now(seen.tensor)
+        """Return a sentence about a change since construction with which no run is possible.
+
+        Returns "" if there is none. Later runs use the current strides and memory of tensors.
+        """
+        try:
+            changed = [
+                (side, name, seen)
+                for side, tensors in self._seen.items()
+                for name, seen in tensors.items()
+                if _mark_of(seen.tensor) != seen.mark
+            ]
+            if not changed:
+                return ""
+            all_now = {side: dict(tensors) for side, tensors in self._seen.items()}
+            for side, name, seen in changed:
+                now = all_now[side][name] = _Seen.now(seen.tensor)
                 if now.layout != seen.layout:
                     return (
                         f"{side} {name!r} has changed since the Reshard was constructed: it was "
-                        f"{seen}, and is {now} now. Change it back and call the Reshard again, or "
-                        "construct a new one."
+                        f"{seen}, and is {now} now. {_CHANGE_BACK}"
                     )
-                tensors[name], self._rounds = now, None
+                check_kind(now.local, f"{side} {name!r}")
+            _check_memory(self._plan.transfers, *self._views(all_now))
+        except (RuntimeError, TypeError, ValueError) as error:  # the other ranks wait for this one
+            return f"a tensor has changed since the Reshard was constructed. {error} {_CHANGE_BACK}"
+        self._seen, self._rounds = all_now, None
         return ""
 
-    def _views(self) -> Iterator[list[Tensor | None]]:
+    def _views(self, seen: _SeenTensors) -> Iterator[list[Tensor | None]]:
         """Yield, for each side, the view that each transfer uses on this rank, or None if none."""
         for side, parts in self._plan.parts.items():
-            seen = self._seen[side]
-            yield [None if part is None else part[1].of(seen[part[0]].local) for part in parts]
+            of = seen[side]
+            yield [None if part is None else part[1].of(of[part[0]].local) for part in parts]
 
     def _prepare(self) -> _Rounds:
-        sources, targets = self._views()
+        sources, targets = self._views(self._seen)
         self._kept = [], []
         for transfer, source_starts, target_starts, extents in self._plan.kept():
             target = _box(targets[transfer], target_starts, extents)

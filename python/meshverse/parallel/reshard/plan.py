@@ -245,7 +245,24 @@ def _wire_dtype(name: str, source: str, target: str) -> torch.dtype:
             f"Reshard: {name!r} is {source} in the source and {target} in the target, which cannot "
             "hold the source's values. Cast one of them first."
         )
+    if not _can_copy(of_source, of_target):
+        raise ValueError(
+            f"Reshard: {name!r} is {source} in the source and {target} in the target, and torch "
+            "cannot copy such elements. Give views of both as another dtype, such as uint8."
+        )
     return min(of_source, of_target, key=lambda dtype: dtype.itemsize)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=256)
+def _can_copy(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether torch copies elements of one dtype to another, by trying it on the CPU."""
+    with outside_torch_modes():
+        one, other = torch.zeros(2, 16, dtype=torch.uint8, device="cpu")
+        try:
+            other.view(target)[:1].copy_(one.view(source)[:1])
+        except RuntimeError:  # includes NotImplementedError
+            return False
+    return True
 
 
 class _HoldersList:

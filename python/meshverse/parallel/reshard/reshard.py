@@ -72,7 +72,8 @@ class Reshard:
             not split: every rank that passes it has all of it.
         target: tensors to write in place, by name; None on ranks without targets. They may be
             views, such as one third of a fused weight, and may have another dtype than the sources.
-            On either side, a `Piece` is a part of a tensor.
+            On either side, a `Piece` is a part of a tensor. A slice of a DTensor along a sharded
+            dimension is a copy: it is refused, but after `detach()` that cannot be known.
         rename: dict or function from a source's name to its name in the target. Names that a dict
             lacks are unchanged.
         name: name of this `Reshard` in messages. If several threads construct one over the same
@@ -95,8 +96,8 @@ class Reshard:
         TypeError: a side is not a dict of tensors, or a tensor is of a kind that cannot be
             transferred.
         ValueError: this rank is not among `ranks`; a placement is `Partial` or unknown; one side
-            lacks a name; shapes disagree; a dtype cannot be cast; or a target overlaps in memory
-            with a source or another target.
+            lacks a name; shapes disagree; torch cannot cast or copy a dtype; or a target overlaps
+            in memory with a source or another target.
         RuntimeError: a rank did not join in time, or another rank raised one of these errors.
 
     Example:
@@ -203,8 +204,9 @@ class Reshard:
 
                 - The last run is still under way, `close()` was called, or this process is a
                   fork. This rank raises at once, without the others.
-                - A tensor's layout on some rank is not that at construction. All ranks raise, and
-                  nothing is sent. Restore the layout to run again.
+                - A tensor's layout (shape, dtype, device, placements) on some rank is not that at
+                  construction, or tensors overlap in memory now. All ranks raise, and nothing is
+                  sent. Restore the tensors to run again.
                 - A rank did not call in time, or has ended. Nothing was sent if the message says
                   so; else each element of the targets has its old value or its new one. No later
                   run is possible: construct a new `Reshard`.

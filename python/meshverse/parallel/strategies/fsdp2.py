@@ -28,13 +28,21 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from meshverse import DeviceMesh
-from meshverse.parallel.config import FSDP2Config, TPPlan, default_mixed_precision
+from meshverse.parallel.config import (
+    FSDP2Config,
+    TPPlan,
+    check_plan,
+    check_trainability,
+    check_type,
+)
 from meshverse.parallel.experts.expert_parallel import apply_expert_parallelism, check_experts
 from meshverse.parallel.experts.sharding import choose_moe_mesh, shard_experts
 from meshverse.parallel.meshes.degrees import degree
 from meshverse.parallel.meshes.submesh import (
+    check_class,
     check_covered,
     get_flat_mesh,
     get_fsdp_dp_mesh,
@@ -46,7 +54,7 @@ from meshverse.parallel.models.packed_sequences import (
     patch_is_packed_sequence,
     restore_is_packed_sequence,
 )
-from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
+from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
 _logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -81,7 +89,7 @@ def fsdp2_strategy_parallelize(
         ep_size: degree of expert parallelism, for which an experts' mesh is created if `moe_mesh`
             is None. By default the degree that was passed to `create_fsdp2_device_mesh`. Pass 1 for
             a model without experts, if that degree was larger.
-        param_dtype: dtype of parameters, if `mp_policy` is None.
+        param_dtype: dtype of parameters, if `mp_policy` is None; must not contradict `mp_policy`.
         mp_policy: precision of parameters, gradients and outputs. By default, gradients are reduced
             in fp32 and outputs are in fp32. (By default, `FSDP2Config` has outputs in bf16.)
         offload_policy: FSDP2's policy for the device that stores sharded parameters.
@@ -100,14 +108,29 @@ def fsdp2_strategy_parallelize(
 
     Raises:
         KeyError: the mesh lacks an axis.
-        TypeError: the plan or a style in it has a wrong type, or there is no such setting.
-        ValueError: the axes do not cover the mesh; the model's heads or experts are not divisible
-            by their axes; the plan does not fit the model; the model is already sharded, cannot be
-            sharded, or has no layers to checkpoint; or a setting has a wrong value. The model is
-            unchanged then.
+        TypeError: a mesh is not Meshverse's, another argument or a style in the plan has a wrong
+            type, or there is no such setting.
+        ValueError: the axes do not cover the mesh, or overlap; the model's heads or experts are not
+            divisible by their axes; the plan does not fit the model; the model is already sharded,
+            cannot be sharded, or has no layers to checkpoint or compile; or an argument has a wrong
+            value, or contradicts another one. The model is unchanged then.
     """
-    config = FSDP2Config(**settings)
-    plan = tp_shard_plan if tp_shard_plan is not None else config.tp_plan
+    check_class("device_mesh", device_mesh)
+    if moe_mesh is not None:
+        check_class("moe_mesh", moe_mesh)
+    check_type("param_dtype", param_dtype, torch.dtype, None)
+    check_type("cpu_offload", cpu_offload, bool)
+    check_plan("tp_shard_plan", tp_shard_plan)
+    check_trainability(reapply_trainability)
+    precision = mp_policy
+    if precision is None:
+        precision = MixedPrecisionPolicy(param_dtype, torch.float32, torch.float32)
+    config = FSDP2Config(mp_policy=precision, offload_policy=offload_policy, **settings)
+    if param_dtype not in (torch.bfloat16, precision.param_dtype):
+        raise ValueError(f"param_dtype={param_dtype} contradicts {mp_policy=}: give only one.")
+    if tp_shard_plan is not None and config.tp_plan not in (None, tp_shard_plan):
+        raise ValueError(f"{tp_shard_plan=} contradicts tp_plan={config.tp_plan}: give only one.")
+    plan = config.tp_plan if tp_shard_plan is None else tp_shard_plan
     fsdp_mesh = get_fsdp_dp_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name)
     tp_mesh = get_flat_mesh(device_mesh, tp_mesh_name)
     get_flat_mesh(device_mesh, dp_cp_mesh_name)  # raises if the axis does not exist
@@ -117,6 +140,9 @@ def fsdp2_strategy_parallelize(
         offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
     elif cpu_offload and not isinstance(offload, CPUOffloadPolicy):
         raise ValueError(f"cpu_offload=True contradicts offload_policy={offload}: give only one.")
+    _check_can_offload(offload)
+    if config.enable_compile:
+        _check_has_layers_to_compile(model)
     if config.activation_checkpointing:
         checkpointed_layers(model, config.activation_checkpointing_scope)
     device_mesh = mesh_of_stage(model, device_mesh, sequence_parallel=config.sequence_parallel)
@@ -125,9 +151,8 @@ def fsdp2_strategy_parallelize(
     experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size())
     if not experts:  # a stage without experts, of a model with experts
         moe_mesh = None
-    check_can_be_sharded(model, are_split=tp_mesh.size() > 1)
+    check_can_be_sharded(model)
     if tp_mesh.size() > 1:
-        check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(
             model,
             tp_mesh,
@@ -142,9 +167,6 @@ def fsdp2_strategy_parallelize(
         patch_is_packed_sequence()
     mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
     prepare(model, mode, scope, reapply_trainability)
-    precision = mp_policy or replace(
-        default_mixed_precision(), param_dtype=param_dtype, output_dtype=torch.float32
-    )
     if moe_mesh is not None:
         shard_experts(
             model,
@@ -161,7 +183,7 @@ def fsdp2_strategy_parallelize(
         model,
         fsdp_mesh,
         # Outputs of layers have the parameters' dtype; only the root's outputs have output_dtype.
-        replace(precision, output_dtype=precision.param_dtype or precision.output_dtype),
+        replace(precision, output_dtype=precision.param_dtype),
         offload,
         reshard_after_forward=config.reshard_after_forward,
         prefetch_depths=depths if config.enable_fsdp2_prefetch else None,
@@ -194,6 +216,7 @@ class FSDP2Manager:
         moe_mesh: experts' mesh, passed or created; None without expert parallelism.
 
     Raises:
+        TypeError: `config` is no `FSDP2Config`, or a mesh is not Meshverse's.
         ValueError: `ep_size` does not fit the number of ranks or `moe_mesh`; or the two meshes are
             not in one universe, so that FSDP2 cannot combine them.
     """
@@ -207,10 +230,15 @@ class FSDP2Manager:
         ep_size: int | None = None,
         packed_sequences: bool = False,
     ) -> None:
+        check_type("config", config, FSDP2Config)
+        check_type("packed_sequences", packed_sequences, bool)
         self.config = config
         self.device_mesh = device_mesh
         self.packed_sequences = packed_sequences
         if device_mesh is not None:
+            check_class("device_mesh", device_mesh)
+            if moe_mesh is not None:
+                check_class("moe_mesh", moe_mesh)
             moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
         elif moe_mesh is not None or degree(ep_size, "ep_size") > 1:
             raise ValueError(
@@ -227,6 +255,9 @@ class FSDP2Manager:
         On one rank, nothing is split or sharded: only activation checkpointing and
         `reapply_trainability` are applied, and the model keeps its precision.
         """
+        check_trainability(reapply_trainability)
+        if self.config.enable_compile:  # in `maybe_compile`
+            _check_has_layers_to_compile(model)
         patch = self.config.patch_is_packed_sequence and not self.packed_sequences
         config = replace(self.config, patch_is_packed_sequence=patch, enable_compile=False)
         if self.packed_sequences:
@@ -241,18 +272,20 @@ class FSDP2Manager:
                 **config.to_dict(),
             )
         _logger.info("One process: nothing to split or shard.")
-        if patch:
-            patch_is_packed_sequence()
         mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
         prepare(model, mode, scope, reapply_trainability)
+        if patch:  # behind what can be refused
+            patch_is_packed_sequence()
         return model
 
     def maybe_compile(self, model: _Model) -> _Model:
         """Compile each layer of a model in place, if the config says so, and return the model.
 
-        Layers are the items of the outermost ModuleLists and ModuleDicts.
+        Layers are the items of the outermost ModuleLists and ModuleDicts. ValueError if there are
+        none.
         """
         if self.config.enable_compile:
+            _check_has_layers_to_compile(model)
             mesh = self.device_mesh
             are_split = mesh is not None and get_flat_mesh(mesh, "tp").size() > 1
             compile_layers(model, are_split=are_split)
@@ -301,7 +334,22 @@ def apply_fsdp_sharding_recursively(
         reshard_after_forward: whether items are resharded after forward. None for all items but
             the last one of a list, whose parameters backward needs first.
         prefetch_depths: number of items to gather ahead explicitly, in backward and in forward.
+
+    Raises:
+        TypeError: a value has a wrong type.
+        ValueError: an item is sharded already, or in two lists; or a value is wrong. The module is
+            unchanged then.
     """
+    backward, forward = prefetch_depths or (0, 0)
+    FSDP2Config(  # checks the values
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard_after_forward,
+        fsdp2_backward_prefetch_depth=backward,
+        fsdp2_forward_prefetch_depth=forward,
+    )
+    _check_can_offload(offload_policy)
+    _check_layers(module)
     settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy}
     if mp_policy is not None:
         settings["mp_policy"] = mp_policy
@@ -312,7 +360,6 @@ def apply_fsdp_sharding_recursively(
             if reshard_after_forward is not None:
                 reshard = reshard_after_forward
             fully_shard(cast("nn.Module", item), reshard_after_forward=reshard, **settings)
-        backward, forward = prefetch_depths or (0, 0)
         for index, item in enumerate(items):
             if following := items[index + 1 : index + 1 + forward]:
                 item.set_modules_to_forward_prefetch(following)
@@ -320,43 +367,80 @@ def apply_fsdp_sharding_recursively(
                 item.set_modules_to_backward_prefetch(preceding)
 
 
-def check_can_be_sharded(model: nn.Module, *, are_split: bool) -> None:
+def _check_can_offload(policy: OffloadPolicy | None) -> None:
+    if getattr(policy, "pin_memory", False) and not torch.accelerator.is_available():
+        raise ValueError(
+            f"offload_policy={policy}: torch pins memory only for an accelerator, and there is "
+            "none. Use CPUOffloadPolicy(pin_memory=False)."
+        )
+
+
+def _check_has_layers_to_compile(model: nn.Module) -> None:
+    if not any(layer_lists(model)):
+        raise ValueError(
+            f"enable_compile=True would do nothing: {type(model).__name__} has no ModuleList of "
+            "layers. Call the model's own compile() instead, and leave enable_compile out."
+        )
+
+
+def _check_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a model, with their names; ValueError if FSDP2 cannot shard one."""
+    names: dict[int, str] = {}
+    layers = list(chain.from_iterable(layer_lists(model)))
+    for name, layer in layers:
+        if isinstance(layer, FSDPModule):
+            raise ValueError(
+                f"{type(model).__name__} is sharded already, at {name!r}. Parallelize a model only "
+                "once."
+            )
+        if (first := names.setdefault(id(layer), name)) != name:
+            raise ValueError(
+                f"The layers {first!r} and {name!r} of {type(model).__name__} are one module in "
+                "two lists, which FSDP2 would shard twice. Keep it in one list."
+            )
+    return layers
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def check_can_be_sharded(model: nn.Module) -> None:
     """Check that FSDP2 can shard a model, because FSDP2 itself would fail half-way.
 
-    Args:
-        model: model to check; neither it nor its layers may be sharded.
-        are_split: whether tensor parallelism splits the parameters first: then they are contiguous.
-
     Raises:
-        ValueError: FSDP2 cannot shard the model.
+        ValueError: FSDP2 cannot shard the model, or a part of it is distributed already.
     """
-    modules = [("itself", model), *chain.from_iterable(layer_lists(model))]
-    sharded = [name for name, module in modules if isinstance(module, FSDPModule)]
-    if sharded:
+    if isinstance(model, FSDPModule):
+        raise ValueError(f"{type(model).__name__} is sharded already. Parallelize it only once.")
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(model):
         raise ValueError(
-            f"{type(model).__name__} is sharded already: {sharded}. Parallelize a model only once."
+            f"FSDP2 cannot shard a {type(model).__name__}, which has no forward. Give the module "
+            "that calls its items."
         )
+    layers = _check_layers(model)
     for name, parameter in model.named_parameters():
         if parameter.layout != torch.strided:
             what = f"has the layout {parameter.layout}: give it a dense one"
         elif parameter.ndim == 0:
             what = "is a scalar: give it the shape (1,)"
-        elif not (are_split or parameter.is_contiguous()):
+        elif isinstance(parameter, DTensor):
+            what = f"is distributed already, over {parameter.device_mesh}: give a whole model"
+        elif not parameter.is_contiguous():
             strides, shape = parameter.stride(), tuple(parameter.shape)
             what = f"has strides {strides} for shape {shape}: call contiguous()"
         else:
             continue
         raise ValueError(f"FSDP2 cannot shard {name!r}, which {what}.")
-    # For each module (by id), the layers that have it: words for a layer, by its id.
-    layers_with: dict[int, dict[int, str]] = {}
-    for layer_name, layer in modules[1:]:
-        for module in layer.modules():
-            layers_with.setdefault(id(module), {})[id(layer)] = f"layer {layer_name!r}"
-    owners: dict[int, dict[int, str]] = {}  # the same for each parameter; the model counts as one
+    words = {id(layer): f"layer {name!r}" for name, layer in layers}
+    owners: dict[int, dict[int, str]] = {}  # of each parameter: layers; the model counts as one
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        module = model.get_submodule(name.rpartition(".")[0])
+        owner = module = model
+        for part in name.split(".")[:-1]:
+            module = getattr(module, part)
+            owner = module if id(module) in words else owner
         sharing = owners.setdefault(id(parameter), {})
-        sharing |= layers_with.get(id(module), {id(model): f"{name!r} (in no layer)"})
+        sharing[id(owner)] = words.get(id(owner), f"{name!r} (in no layer)")
         if len(sharing) > 1:
             raise ValueError(
                 f"The parameter {name!r} is shared by {' and '.join(sharing.values())}, but FSDP2 "

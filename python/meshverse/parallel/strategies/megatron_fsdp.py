@@ -25,12 +25,24 @@ import torch
 from torch import nn
 
 from meshverse import DeviceMesh
-from meshverse.parallel.config import MegatronFSDPConfig, TPPlan
+from meshverse.parallel.config import (
+    MegatronFSDPConfig,
+    TPPlan,
+    check_plan,
+    check_trainability,
+    check_type,
+)
 from meshverse.parallel.meshes.create import requested_ep_size
-from meshverse.parallel.meshes.submesh import axis_size, check_covered, get_flat_mesh, get_submesh
+from meshverse.parallel.meshes.submesh import (
+    axis_size,
+    check_class,
+    check_covered,
+    get_flat_mesh,
+    get_submesh,
+)
 from meshverse.parallel.models.checkpointing import checkpointed_layers, prepare
 from meshverse.parallel.models.modules import import_class_from_path
-from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism, check_heads
+from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
 
 def megatron_fsdp_strategy_parallelize(
@@ -50,8 +62,8 @@ def megatron_fsdp_strategy_parallelize(
         model: model to split in place and then wrap.
         device_mesh: mesh that `create_megatron_fsdp_device_mesh` returned; the model is moved to
             its device type.
-        optimizer: optimizer of the model's parameters. Afterwards it has the sharded parameters, in
-            one group with the optimizer's default settings.
+        optimizer: optimizer of the model's parameters, without a state. Afterwards it has the
+            sharded parameters, in one group with the optimizer's default settings.
         tp_shard_plan: tensor-parallel plan; by default one is chosen for the model.
         dp_shard_dim: axis to shard over; by default dp_cp with context parallelism, else dp.
         tp_dim: axis of tensor parallelism.
@@ -66,12 +78,17 @@ def megatron_fsdp_strategy_parallelize(
     Raises:
         ImportError: `megatron-fsdp` is not installed.
         KeyError: the mesh lacks an axis.
-        TypeError: there is no such setting.
+        TypeError: the mesh is not Meshverse's, another argument has a wrong type, or there is no
+            such setting.
         ValueError: the mesh has axes over which this function splits nothing; the installed version
             does not support a setting; the model has no unit modules, or lacks parameters of the
-            optimizer. The model is unchanged then.
+            optimizer; or the optimizer has a state. The model is unchanged then.
     """
     config = MegatronFSDPConfig(**settings)
+    check_class("device_mesh", device_mesh)
+    check_type("optimizer", optimizer, torch.optim.Optimizer, None)
+    check_plan("tp_shard_plan", tp_shard_plan)
+    check_trainability(reapply_trainability)
     names = {id(each): name for name, each in model.named_parameters(remove_duplicate=False)}
     groups = [] if optimizer is None else optimizer.param_groups
     foreign = [each.shape for group in groups for each in group["params"] if id(each) not in names]
@@ -79,6 +96,11 @@ def megatron_fsdp_strategy_parallelize(
         raise ValueError(
             f"The optimizer has {len(foreign)} parameters that {type(model).__name__} lacks, of "
             f"shapes {[tuple(shape) for shape in foreign]}. Create it from the model."
+        )
+    if optimizer is not None and optimizer.state:
+        raise ValueError(
+            f"The optimizer has the state of {len(optimizer.state)} parameters, which would be "
+            "lost. Parallelize the model before the first step, and load a state afterwards."
         )
     shard_dim = dp_shard_dim or ("dp_cp" if axis_size(device_mesh, "cp") > 1 else "dp")
     shard_mesh, tp_mesh = get_flat_mesh(device_mesh, shard_dim), get_flat_mesh(device_mesh, tp_dim)
@@ -109,7 +131,6 @@ def megatron_fsdp_strategy_parallelize(
             "device": torch.device(device_mesh.device_type, *place),
         }
     if tp_mesh.size() > 1:
-        check_heads(model, tp_mesh.size())
         apply_tensor_parallelism(model, tp_mesh, tp_shard_plan)
     prepare(model, config.activation_checkpointing, "all", reapply_trainability)
     if package is None:
@@ -136,9 +157,15 @@ class MegatronFSDPManager:
     Args:
         config: settings of Megatron-FSDP.
         device_mesh: mesh that `create_device_meshes` returned; None for a single process.
+
+    Raises:
+        TypeError: `config` is no `MegatronFSDPConfig`, or the mesh is not Meshverse's.
     """
 
     def __init__(self, config: MegatronFSDPConfig, device_mesh: DeviceMesh | None) -> None:
+        check_type("config", config, MegatronFSDPConfig)
+        if device_mesh is not None:
+            check_class("device_mesh", device_mesh)
         self.config = config
         self.device_mesh = device_mesh
 
@@ -152,6 +179,7 @@ class MegatronFSDPManager:
 
         On one rank, only activation checkpointing and `reapply_trainability` are applied.
         """
+        check_trainability(reapply_trainability)
         if self.device_mesh is None or self.device_mesh.size() == 1:
             mode = self.config.activation_checkpointing
             prepare(model, mode, "all", reapply_trainability)
@@ -186,13 +214,10 @@ def fully_shard_arguments(
         package: the module `megatron_fsdp`.
 
     Raises:
-        ValueError: a setting that is off by default is on, and the package has no argument for it.
+        ValueError: a setting is not its default, and the package has no argument for it.
     """
     known = inspect.signature(shard).parameters
-    wanted = config.to_dict()
-    # The package has no such arguments.
-    del wanted["megatron_fsdp_unit_modules"], wanted["activation_checkpointing"]
-    wanted["init_model_with_meta_device"] = wanted.pop("init_fsdp_with_meta_device")
+    wanted, defaults = _settings_of(config), _settings_of(MegatronFSDPConfig())
     arguments = {name: value for name, value in wanted.items() if name in known}
     if "mixed_precision_policy" in known:  # newer versions have it instead of these two
         reduced = torch.float32 if wanted.pop("grad_reduce_in_fp32") else None
@@ -200,15 +225,22 @@ def fully_shard_arguments(
         arguments["mixed_precision_policy"] = package.MixedPrecisionPolicy(
             main_params_dtype=kept, main_grads_dtype=reduced, grad_comm_dtype=reduced
         )
-    defaults = MegatronFSDPConfig().to_dict()
-    changed = {name: value for name, value in wanted.items() if value != defaults.get(name)}
-    unknown = {name: value for name, value in changed.items() if value and name not in known}
+    changed = {name: value for name, value in wanted.items() if value != defaults[name]}
+    unknown = {name: value for name, value in changed.items() if name not in known}
     if unknown:
         raise ValueError(
             f"megatron-fsdp {package.__version__} has no argument for {unknown}. Leave them at "
             "their defaults, or install a version that has them."
         )
     return arguments
+
+
+def _settings_of(config: MegatronFSDPConfig) -> dict[str, Any]:
+    """Return the settings that are arguments of the package, by their names there."""
+    settings = config.to_dict()
+    del settings["megatron_fsdp_unit_modules"], settings["activation_checkpointing"]
+    settings["init_model_with_meta_device"] = settings.pop("init_fsdp_with_meta_device")
+    return settings
 
 
 def _unit_modules(

@@ -35,7 +35,7 @@ from meshverse.parallel.models.modules import (
 )
 from meshverse.parallel.styles.local_styles import GatherTokens, SplitTokens
 
-from .apply import apply_tp_plan, fitting, heads_in
+from .apply import apply_tp_plan
 from .gaps import fill_gaps
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
 
@@ -110,20 +110,6 @@ def apply_tensor_parallelism(
     if handed_out:
         plan = {key: style for key, style in plan.items() if not is_skipped(key, style)}
     apply_tp_plan(model, tp_mesh, plan)
-
-
-def check_heads(model: nn.Module, tp_size: int) -> None:
-    """Check that the numbers of heads in a model's config are divisible by the size of TP."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    counts = heads_in(config)
-    for name, heads in counts.items():
-        if heads % tp_size:
-            raise ValueError(
-                f"{name}={heads} of {type(model).__name__} is not divisible by tp_size={tp_size}, "
-                f"but each rank computes with whole heads. {fitting(counts)}"
-            )
 
 
 def _splits_tokens(style: ParallelStyle) -> bool:
