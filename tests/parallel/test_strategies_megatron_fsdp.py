@@ -266,6 +266,14 @@ def test_a_setting_the_version_does_not_know_is_refused(setting: dict[str, bool]
         fully_shard_arguments(config, _older, _OLD_PACKAGE)  # type: ignore[arg-type]
 
 
+def test_a_check_that_the_version_lacks_can_be_off() -> None:
+    def without(module: Any) -> None:
+        """A signature without settings."""
+
+    config = MegatronFSDPConfig(check_for_nan_in_grad=False)
+    assert fully_shard_arguments(config, without, _OLD_PACKAGE) == {}  # type: ignore[arg-type]
+
+
 def test_without_the_package_the_cure_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)  # as if it were not installed
     model = Model()

@@ -225,6 +225,8 @@ def fully_shard_arguments(
         arguments["mixed_precision_policy"] = package.MixedPrecisionPolicy(
             main_params_dtype=kept, main_grads_dtype=reduced, grad_comm_dtype=reduced
         )
+    if "check_for_nan_in_grad" not in known:  # the package never checks, as False asks for
+        del wanted["check_for_nan_in_grad"]
     changed = {name: value for name, value in wanted.items() if value != defaults[name]}
     unknown = {name: value for name, value in changed.items() if name not in known}
     if unknown:
