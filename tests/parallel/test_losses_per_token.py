@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
@@ -200,6 +200,19 @@ def test_pipelines_refuse_another_function_around_it() -> None:
         total = sum(pipeline.step(tokens, target=tokens))
         expected = cross_entropy(stage(tokens).flatten(0, 1), tokens.flatten())
         assert total == pytest.approx(expected.item(), rel=BOUND)
+
+
+def test_pipelines_refuse_one_that_was_not_created_for_all_stages() -> None:
+    tokens = torch.stack([each[:2] for each in sequences()])
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
+        stages = pipeline_stages(make("llama"), mesh["pp"])
+        fsdp2_strategy_parallelize(stages[0], mesh)
+        other = fully_shard(nn.Linear(2, 2), mesh=mesh["dp_shard"])
+        loss_of = LossPerToken(other, mesh)
+        pipeline = pipeline_schedule(stages, mesh["pp"], loss_of, 2)
+        with pytest.raises(ValueError, match="was not created for all of these stages: FSDP2"):
+            pipeline.step(tokens, target=tokens)
 
 
 def test_targets_of_another_shape_are_refused() -> None:

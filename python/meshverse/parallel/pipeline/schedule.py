@@ -347,7 +347,13 @@ def _check_loss(
                 f"summed, but those of loss_function={loss_function!r} would be averaged. Give "
                 "pipeline_schedule the LossPerToken itself, or an instance of a subclass."
             )
-    elif type(loss_function) is LossPerToken and target.shape != inputs.shape[:2]:
+        return
+    if not all(sums_gradients(each) for each in stages if isinstance(each, FSDPModule)):
+        raise ValueError(
+            "The LossPerToken was not created for all of these stages: FSDP2 would divide their "
+            "gradients by the number of ranks. Create it with the list of stages."
+        )
+    if type(loss_function) is LossPerToken and target.shape != inputs.shape[:2]:
         raise ValueError(
             f"Targets of shape {tuple(target.shape)} for inputs of shape {tuple(inputs.shape)}: "
             f"LossPerToken needs one target per token, of shape {tuple(inputs.shape[:2])}."
