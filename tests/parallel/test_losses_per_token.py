@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
@@ -165,6 +166,63 @@ def test_what_is_not_sharded_is_refused() -> None:
         mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
         with pytest.raises(ValueError, match="Linear is not sharded with FSDP2, but the 4 ranks"):
             LossPerToken(nn.Linear(2, 2), mesh)
+
+
+class Around(nn.Module):
+    """A module that has a loss inside."""
+
+    def __init__(self, inside: LossPerToken) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.inside(logits, targets)
+
+
+def test_pipelines_refuse_another_function_around_it() -> None:
+    tokens = torch.stack([each[:2] for each in sequences()])
+    with fake_world(1):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        (stage,) = pipeline_stages(make("llama"), mesh["pp"])
+        loss_of = LossPerToken(nn.ModuleList([stage]), mesh)
+        loss_of.count(tokens)
+        for other in (Around(loss_of), partial(loss_of), lambda *given: loss_of(*given)):
+            pipeline = pipeline_schedule([stage], mesh["pp"], other, 2)
+            with pytest.raises(
+                ValueError, match=r"gradients are summed, but .* be averaged\. Give"
+            ):
+                pipeline.step(tokens, target=tokens)
+            assert len(pipeline.eval(tokens, target=tokens)) == 2
+        assert all(each.grad is None for each in stage.parameters())
+        pipeline = pipeline_schedule([stage], mesh["pp"], loss_of, 2)
+        with pytest.raises(ValueError, match=r"Targets of shape \(8, 1\) for inputs of shape"):
+            pipeline.step(tokens, target=tokens[:, 1:])
+        total = sum(pipeline.step(tokens, target=tokens))
+        expected = cross_entropy(stage(tokens).flatten(0, 1), tokens.flatten())
+        assert total == pytest.approx(expected.item(), rel=BOUND)
+
+
+def test_pipelines_refuse_one_that_was_not_created_for_all_stages() -> None:
+    tokens = torch.stack([each[:2] for each in sequences()])
+    with fake_world(4):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
+        stages = pipeline_stages(make("llama"), mesh["pp"])
+        fsdp2_strategy_parallelize(stages[0], mesh)
+        other = fully_shard(nn.Linear(2, 2), mesh=mesh["dp_shard"])
+        loss_of = LossPerToken(other, mesh)
+        pipeline = pipeline_schedule(stages, mesh["pp"], loss_of, 2)
+        with pytest.raises(ValueError, match="was not created for all of these stages: FSDP2"):
+            pipeline.step(tokens, target=tokens)
+
+
+def test_targets_of_another_shape_are_refused() -> None:
+    with fake_world(1):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        loss_of = LossPerToken(nn.Linear(2, 2), mesh)
+        loss_of.count(torch.zeros(2, 3))
+        for shape in ((3, 2), (6,), (2, 2)):
+            with pytest.raises(ValueError, match=r"must have the shape \(2, 3\), one target for"):
+                loss_of(torch.zeros(2, 3, 5), torch.zeros(shape, dtype=torch.long))
 
 
 def test_tokens_must_be_counted_first() -> None:

@@ -15,6 +15,7 @@ from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import fake_world
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+from transformers import DynamicCache, LlamaForCausalLM
 
 
 def said_by(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
@@ -159,6 +160,18 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"output_hidden_states": True},
         "TypeError: LlamaForCausalLM is a pipeline stage, and takes no ['output_hidden_states']",
     ),
+    "what the last stage alone refuses": (
+        batch(0),
+        batch(0),
+        {"use_cache": None, "inputs_embeds": None},
+        "takes no ['use_cache', 'inputs_embeds']: they need all layers",
+    ),
+    "a cache": (
+        batch(0),
+        batch(0),
+        {"cache": DynamicCache()},
+        "takes no ['cache']: their values are ['DynamicCache']. Stages and microbatches would",
+    ),
 }
 
 
@@ -182,6 +195,25 @@ def test_what_cannot_be_split_by_the_batch_is_refused_on_all_ranks(crew: Crew) -
             assert case[3] in in_step, name
             assert in_eval == in_step
         assert goes_on
+
+
+class FewKeywords(LlamaForCausalLM):  # type: ignore[misc]
+    """A model whose own forward, which only the last stage runs, takes few keywords."""
+
+    def forward(
+        self, input_ids: Any = None, inputs_embeds: Any = None, use_cache: Any = None
+    ) -> Any:
+        return super().forward(input_ids, inputs_embeds=inputs_embeds, use_cache=use_cache)
+
+
+def give_an_unknown_keyword() -> str:
+    pipeline = make_pipeline(FewKeywords(make().config))
+    return said_by(pipeline.step, batch(0), target=batch(0), scale=2.0)
+
+
+def test_keywords_that_one_stage_does_not_know_are_refused_on_all(crew: Crew) -> None:
+    for said in crew.run(give_an_unknown_keyword, 2):
+        assert "['scale'] are no parameters of FewKeywords.forward" in said
 
 
 def losses_with_keywords() -> list[list[float]]:

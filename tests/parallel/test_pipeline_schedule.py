@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -146,6 +148,77 @@ def summed(logits: Any, tokens: torch.Tensor) -> torch.Tensor:
 def test_norms_over_stages_equal_one_process(crew: Crew, norm_type: float) -> None:
     for seen, expected in crew.run(norms, 4, norm_type):
         assert seen == pytest.approx(expected, rel=BOUND)
+
+
+class Raising:
+    """Hook that raises in the second microbatch after it is armed."""
+
+    n_left = -1
+
+    def __call__(self, *_: object) -> None:
+        self.n_left -= 1
+        if self.n_left == 0:
+            raise KeyboardInterrupt
+
+
+def raise_in_a_batch() -> list[str]:
+    """Return what is said by a batch that raises on both ranks, and by what comes after it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    stages = pipeline_stages(make(), mesh)
+    raising = Raising()
+    stages[0].register_forward_pre_hook(raising)
+    pipeline = pipeline_schedule(stages, mesh, loss_of, 4, schedule="GPipe")
+    tokens = batch(0)
+    pipeline.step(tokens, target=tokens)
+    # The first rank sends one microbatch and then raises, the last one raises when it has it.
+    raising.n_left = 2 - mesh.get_local_rank()
+    return [
+        said_by(pipeline.step, tokens, target=tokens),
+        said_by(pipeline.step, tokens, target=tokens),
+        said_by(pipeline.eval, tokens, target=tokens),
+        said_by(pipeline_schedule, stages, mesh, loss_of, 4),
+    ]
+
+
+def said_by(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    try:
+        call(*arguments, **keywords)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_a_pipeline_in_which_a_batch_raised_is_refused(crew: Crew) -> None:
+    for first, *others in crew.run(raise_in_a_batch, 2):
+        assert "KeyboardInterrupt" in first or "failed to run forward" in first
+        assert len(others) == 3
+        for each in others:
+            assert "RuntimeError: A batch raised in this pipeline of 2 ranks" in each
+            assert "call meshverse.revive() with this schedule" in each
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_a_pipeline_of_one_stage_goes_on_after_a_batch_raised(schedule: str) -> None:
+    def loss(logits: Any, tokens: torch.Tensor) -> torch.Tensor:
+        raising()
+        return loss_of(logits, tokens)
+
+    raising, tokens = Raising(), batch(0)
+    with fake_world(1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        stages = pipeline_stages(make(), mesh)
+        pipeline = pipeline_schedule(stages, mesh, loss, 4, schedule=schedule)
+        seen = []
+        for n_left in (-1, 3, -1):
+            raising.n_left = n_left
+            with pytest.raises(KeyboardInterrupt) if n_left > 0 else nullcontext():
+                pipeline.step(tokens, target=tokens)
+            seen.append([each.grad for each in stages[0].parameters()])
+            stages[0].zero_grad()
+        assert all(map(torch.equal, seen[0], seen[2]))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="needs gradients, which are"):
+            pipeline.step(tokens, target=tokens)
+        pipeline.step(tokens, target=tokens)
 
 
 def tie_differently() -> str:

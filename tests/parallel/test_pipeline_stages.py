@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,7 +100,14 @@ def test_embeddings_are_taken_for_tokens() -> None:
     assert torch.equal(chain(stages, embedded), chain(stages, batch(0)))
 
 
-@pytest.mark.parametrize("keyword", [{"labels": batch(0)}, {"use_cache": True}])
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        *({"labels": batch(0)}, {"labels": None}, {"use_cache": None}, {"inputs_embeds": None}),
+        *({"return_dict": False}, {"cache": transformers.DynamicCache()}),
+        {"caches": [{"first": transformers.DynamicCache()}]},
+    ],
+)
 def test_what_needs_all_layers_is_no_keyword_of_a_stage(keyword: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"pipeline stage, and takes no \\['{next(iter(keyword))}'"):
         split_into_stages(make(), 2, 1)(torch.zeros(2, 3, 32), **keyword)
@@ -213,6 +221,103 @@ def adds_the_states_of_all_layers() -> nn.Module:
     return model
 
 
+def masks_padding_by_its_tokens() -> nn.Module:
+    """A model that hides padding without a mask: later stages have no tokens."""
+    model = make()
+    inner = model.model
+
+    class Masking(type(inner)):  # type: ignore[misc]
+        def forward(self, *, input_ids: Any = None, **keywords: Any) -> Any:
+            if input_ids is not None:
+                keywords["attention_mask"] = (input_ids != 0).long()
+            return super().forward(input_ids=input_ids, **keywords)
+
+    inner.__class__ = Masking
+    return model
+
+
+def turns_around_what_came_from_tokens() -> nn.Module:
+    model = make()
+    inner = model.model
+
+    class Turning(type(inner)):  # type: ignore[misc]
+        def forward(self, *, input_ids: Any = None, **keywords: Any) -> Any:
+            output = super().forward(input_ids=input_ids, **keywords)
+            if input_ids is not None:
+                output.last_hidden_state = output.last_hidden_state.flip(1)
+            return output
+
+    inner.__class__ = Turning
+    return model
+
+
+def with_own_forward(around: Callable[..., Any]) -> Callable[[], nn.Module]:
+    """Make a model whose own forward is a function of itself, torch's forward and keywords."""
+
+    def make_one() -> nn.Module:
+        model = make()
+        of_class = type(model).forward
+
+        class Around(type(model)):  # type: ignore[misc]
+            def forward(self, **keywords: Any) -> Any:
+                return around(self, partial(of_class, self), **keywords)
+
+        model.__class__ = Around
+        return model
+
+    return make_one
+
+
+def shows_the_last_position(model: Any, run: Any, *, input_ids: Any = None, **keywords: Any) -> Any:
+    output = run(input_ids=input_ids, **keywords)
+    if input_ids is not None:
+        output.logits = output.logits.roll(1, 1)
+    return output
+
+
+def embeds_twice_as_much(model: Any, run: Any, *, input_ids: Any = None, **keywords: Any) -> Any:
+    if input_ids is not None:
+        keywords["inputs_embeds"] = 2 * model.model.embed_tokens(input_ids)
+    return run(**keywords)
+
+
+def scales_attention(model: Any, run: Any, **keywords: Any) -> Any:
+    return run(scale=2.0, **keywords)
+
+
+def runs_twice(model: Any, run: Any, **keywords: Any) -> Any:
+    return run(**keywords) and run(**keywords)
+
+
+def with_head(task: str) -> Callable[[], nn.Module]:
+    """Make a Llama for another task."""
+
+    def make_one() -> nn.Module:
+        config = make().config
+        config.pad_token_id, config.num_labels = 0, 3
+        return getattr(transformers, f"LlamaFor{task}")(config)  # type: ignore[no-any-return]
+
+    return make_one
+
+
+def leaves_out_layers() -> nn.Module:
+    model = make()
+    model.config.layerdrop = 0.1
+    return model
+
+
+def with_a_forward_of_its_own() -> nn.Module:
+    model = make()
+    model.forward = partial(type(model).forward, model)
+    return model
+
+
+def compiled() -> nn.Module:
+    model = make()
+    model.compile(backend="eager")
+    return model
+
+
 def on_meta(make_one: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def make_on_meta() -> nn.Module:
         return make_one().to("meta")
@@ -246,6 +351,19 @@ def embeds_hidden_states_too() -> nn.Module:
         (adds_the_embedding_after_the_layers, "its output depends on hidden states before"),
         (adds_the_states_of_all_layers, "its output depends on hidden states before"),
         (on_meta(adds_the_states_of_all_layers), "its output depends on hidden states before"),
+        (masks_padding_by_its_tokens, r"its Masking reads its tokens .*\(aten\.ne\.Scalar\)"),
+        (on_meta(masks_padding_by_its_tokens), r"Masking reads its tokens besides embedding them"),
+        (turns_around_what_came_from_tokens, "something else after its layers if it gets hidden"),
+        (with_own_forward(shows_the_last_position), "own forward does something else if it gets"),
+        (with_own_forward(embeds_twice_as_much), "own forward gives its LlamaModel other tensors"),
+        (with_own_forward(scales_attention), "own forward gives its layers another 'scale' than"),
+        (with_own_forward(runs_twice), "its own forward calls its LlamaModel 2 times"),
+        (with_head("SequenceClassification"), r"own forward reads its tokens .*\(aten\.ne\.Scalar"),
+        (on_meta(with_head("SequenceClassification")), "its own forward reads its tokens"),
+        (with_head("QuestionAnswering"), "returns neither logits nor last_hidden_state"),
+        (leaves_out_layers, r"config\.layerdrop=0\.1 leaves out layers at random\. Set it to 0"),
+        (with_a_forward_of_its_own, "forward of its LlamaForCausalLM was replaced on the object"),
+        (compiled, "its LlamaForCausalLM is compiled, and would run all layers"),
         (scaled_between_layers, "states that its layers get are not the output of the layer"),
         (lambda: split_into_stages(make(), 2, 0), "is a stage already, .*Split the whole model"),
     ],
@@ -260,6 +378,90 @@ def test_models_that_cannot_be_split_are_refused_and_left_alone(
     assert dict(model.named_parameters()) == before
     assert list(model.modules()) == modules
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_around_the_whole_model_are_refused_and_do_not_run(*, inside: bool) -> None:
+    model, calls = make(), []
+    hooked = model.model if inside else model
+    for register in (hooked.register_forward_hook, hooked.register_full_backward_pre_hook):
+        handle = register(lambda *arguments: calls.append(arguments))
+        with pytest.raises(ValueError, match=f"its {type(hooked).__name__} has hooks around its"):
+            split_into_stages(model, 2, 0)
+        handle.remove()
+    split_into_stages(model, 2, 0)
+    assert not calls
+
+
+def test_each_stage_has_hooks_of_its_own() -> None:
+    model, calls = make(), []
+    first, last = (split_into_stages(model, 2, index) for index in range(2))
+    first.register_forward_hook(lambda module, *_: calls.append(module))
+    first.model.register_forward_pre_hook(lambda module, *_: calls.append(module))
+    chain([first, last], batch(0))
+    assert calls == [first.model, first]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_is_split_in_any_mode_of_autograd(mode: Callable[[], Any]) -> None:
+    model = make()
+    with mode():
+        stages = [split_into_stages(model, 2, index) for index in range(2)]
+    chain(stages, batch(0)).sum().backward()
+
+
+def test_other_heads_are_split() -> None:
+    model = with_head("TokenClassification")().eval()
+    stages = [split_into_stages(model, 2, index) for index in range(2)]
+    expected = model(input_ids=batch(0), use_cache=False).logits
+    assert torch.equal(chain(stages, batch(0)), expected)
+
+
+class Scaled(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A model with a parameter and a buffer of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+        self.register_buffer("shift", torch.ones(1))
+
+    def forward(self, **keywords: Any) -> Any:
+        output = super().forward(**keywords)
+        output.logits = output.logits * self.scale + self.shift
+        return output
+
+
+def test_only_the_last_stage_has_what_the_model_itself_owns() -> None:
+    model = Scaled(make().config)
+    stages = [split_into_stages(model, 3, index) for index in range(3)]
+    assert [len({"scale", "shift"} & stage.state_dict().keys()) for stage in stages] == [0, 0, 2]
+    expected = model(input_ids=batch(0), use_cache=False).logits
+    assert torch.equal(chain(stages, batch(0)), expected)
+
+
+class Skipping(type(make().model)):  # type: ignore[misc]
+    """An inner model that leaves out its first layers, once `n_skipped` is set."""
+
+    n_skipped = 0
+
+    def forward(self, **keywords: Any) -> Any:
+        layers = self.layers
+        self.layers = layers[self.n_skipped :]
+        try:
+            return super().forward(**keywords)
+        finally:
+            self.layers = layers
+
+
+def test_a_model_that_leaves_out_layers_of_other_stages_raises() -> None:
+    model = make()
+    model.model.__class__ = Skipping
+    last = split_into_stages(model, 2, 1)
+    hidden = torch.zeros(2, 3, 32)
+    last(hidden)
+    last.model.n_skipped = 1
+    with pytest.raises(RuntimeError, match="called layers of other stages 1 times, and has 2 of"):
+        last(hidden)
 
 
 def test_a_loss_over_all_routers_is_refused() -> None:

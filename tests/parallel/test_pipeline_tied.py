@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import loss_of, make
-from tiny_models import BOUND, batch
+from pipelines import EXACT, loss_of, make
+from tiny_models import BOUND, batch, full
 from torch import Tensor, nn
 
 from helpers.crew import Crew
 from meshverse import init_device_mesh
-from meshverse.parallel import PipelineSchedule, pipeline_schedule, pipeline_stages
+from meshverse.parallel import (
+    ParallelismSizes,
+    PipelineSchedule,
+    create_fsdp2_device_mesh,
+    fsdp2_strategy_parallelize,
+    pipeline_schedule,
+    pipeline_stages,
+)
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -91,6 +98,50 @@ def test_the_two_gradients_stay_equal_to_the_last_bit(crew: Crew) -> None:
         assert torch.equal(one, other)
         expected = alone.model.embed_tokens.weight.grad
         assert (one - expected).norm() < BOUND * expected.norm()
+
+
+def accumulate_over_two_schedules() -> tuple[float, float]:
+    """Return how far FSDP2's gradients of two schedules' first steps are from their sum."""
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
+    (stage,) = pipeline_stages(make(tied=True), mesh["pp"])
+    fsdp2_strategy_parallelize(stage, mesh, mp_policy=EXACT)
+    batches = batch(0), batch(1)[:, :3]  # a schedule's batches have one shape
+    both = [pipeline_schedule([stage], mesh["pp"], loss_of, 4) for _ in batches]
+    seen = []
+    for order in ((0, 1), (0,), (1,)):
+        for each in order:
+            both[each].step(batches[each], target=batches[each])
+        seen.append([full(parameter.grad) for parameter in stage.parameters()])
+        stage.zero_grad()
+    errors = [(a - b - c).norm().item() for a, b, c in zip(*seen, strict=True)]
+    return max(errors), min(each.norm().item() for each in seen[0])
+
+
+def test_the_first_step_of_a_schedule_keeps_earlier_gradients(crew: Crew) -> None:
+    for error, smallest in crew.run(accumulate_over_two_schedules, 2):
+        assert error < BOUND * smallest
+
+
+def train_after_replacing_parameters() -> tuple[list[float], Tensor]:
+    """Return norms after a step, with tied parameters that were replaced, and their gradient."""
+    norms = []
+    for replaced in (False, True):
+        pipeline = make_tied_pipeline()
+        (stage,) = pipeline.stages
+        if replaced:
+            values = {name: value.clone() for name, value in stage.state_dict().items()}
+            stage.load_state_dict(values, assign=True)
+        pipeline.step(batch(0), target=batch(0))
+        norms.append(pipeline.clip_grad_norm_(1.0).item())
+    gradient = tied_in(stage).grad
+    assert gradient is not None
+    return norms, gradient
+
+
+def test_tied_parameters_may_be_replaced_after_the_schedule_is_created(crew: Crew) -> None:
+    (first_norms, first), (_, last) = crew.run(train_after_replacing_parameters, 2)
+    assert first_norms[0] == first_norms[1]
+    assert torch.equal(first, last)
 
 
 def train_on_embeddings() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Hooks of modules. torch has functions to add them, and none to remove those of others."""
+"""Hooks of modules, and whether they are compiled. torch has functions to set these only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ def remove_forward_hooks(module: nn.Module) -> None:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks around its forward. 2.11-2.15."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks around its forward or backward. 2.11-2.15."""
+    return has_forward_hooks(module) or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `compile()` was called on a module; its shallow copies run it, too. 2.11-2.15."""
+    return module._compiled_call_impl is not None
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

@@ -19,8 +19,16 @@ from torch.nn.functional import cross_entropy
 
 from meshverse import DeviceMesh
 from meshverse.parallel.meshes.submesh import get_flat_mesh
+from meshverse.parallel.models.modules import stage_of
 
 from .split_logits import loss_of_split_logits
+
+_MARK = "_meshverse_sums_gradients"
+
+
+def sums_gradients(model: nn.Module) -> bool:
+    """Return whether a `LossPerToken` was created for a model or stage."""
+    return getattr(model, _MARK, False)
 
 
 class LossPerToken:
@@ -29,7 +37,8 @@ class LossPerToken:
     A mean of each rank's and each microbatch's own mean would give tokens of short ones more
     weight. Instead, every token counts the same, and gradients are summed: the constructor sets the
     factor by which FSDP2 divides them to 1. Call `count` once per step, then the object for each
-    microbatch, or pass it to `pipeline_schedule` as the loss function.
+    microbatch, or pass it to `pipeline_schedule` as the loss function: the object itself, because
+    another function around it would be averaged over microbatches.
 
     Args:
         model: model that is already sharded with FSDP2, or a sequence of this rank's pipeline
@@ -70,7 +79,10 @@ class LossPerToken:
                     "DistributedDataParallel and Megatron-FSDP."
                 )
         for each in models:
+            setattr(each, _MARK, True)
             for module in each.modules():
+                if stage_of(module) is not None:
+                    setattr(module, _MARK, True)
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
                     # Without it, torch multiplies by 1 while it reduces, which only NCCL can.
@@ -104,7 +116,14 @@ class LossPerToken:
 
         Raises:
             RuntimeError: `count` was not called.
+            ValueError: the targets do not have the shape of the logits without the vocabulary.
         """
+        if logits.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"Targets of shape {tuple(targets.shape)} for logits of shape "
+                f"{tuple(logits.shape)}: they must have the shape {tuple(logits.shape[:-1])}, one "
+                "target for each position."
+            )
         if self.tokens is None:
             raise RuntimeError(
                 "LossPerToken does not know the tokens of the batch yet. Call "

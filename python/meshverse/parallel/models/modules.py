@@ -39,6 +39,7 @@ class StageOf:
     index: int
     count: int  # number of stages
     layers: range  # numbers of its decoder layers
+    inner: str = ""  # name of the module that runs the layers; "" for the model itself
     # Name of the tied parameter: the embedding's on the first stage, the head's on the last. None
     # on other stages, and if embedding and head are not tied.
     tied: str | None = None
@@ -173,12 +174,13 @@ def adapted(module: nn.Module) -> nn.Module:
 
 
 def shallow_copy(module: _Module) -> _Module:
-    """Return a copy that has the same children, parameters and buffers, in dicts of its own."""
+    """Return a copy that has the same children, parameters, buffers and hooks, in its own dicts."""
     # Not copy.copy(), which calls the constructor of a module that FSDP2 shards.
     copied = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
-    for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-        copied.__dict__[table] = copy.copy(module.__dict__[table])
+    for table, empty in vars(nn.Module()).items():
+        if isinstance(empty, dict | set):
+            copied.__dict__[table] = copy.copy(module.__dict__[table])
     return copied
 
 

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,17 +33,20 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map
 
 from meshverse.parallel.experts.sharding import get_total_norm, scale_gradients
-from meshverse.parallel.losses.per_token import LossPerToken
+from meshverse.parallel.losses.per_token import LossPerToken, sums_gradients
 from meshverse.parallel.meshes.degrees import is_degree
 from meshverse.parallel.models.modules import stage_of
 
-from .stage import check_keywords, split_into_stages
+from .stage import check_keywords, check_names, split_into_stages
 
 _Model = TypeVar("_Model", bound=nn.Module)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 _ONE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}  # one stage per rank
 _SEVERAL = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}
+
+# Groups of pipelines in which a batch raised on this rank.
+_interrupted: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def pipeline_stages(
@@ -102,8 +106,10 @@ def pipeline_schedule(
         ValueError: the schedule is unknown, or does not fit the number of stages or microbatches;
             `stages` are not this rank's stages of a model; or a tied embedding and head are split
             in different ways, or only one of them is frozen.
+        RuntimeError: a batch raised in this pipeline.
     """
     _check_mesh(pp_mesh)
+    _check_group(pp_mesh)
     rank, size, stages = pp_mesh.get_local_rank(), pp_mesh.size(), tuple(stages)
     owned = [own for own in map(stage_of, stages) if own is not None]
     count = len(owned)
@@ -137,7 +143,7 @@ def pipeline_schedule(
         own_stages = torch_stages[0] if count == 1 else torch_stages
         return make_schedule(own_stages, n_microbatches, **settings)
 
-    return PipelineSchedule(stages, pp_mesh, device, n_microbatches, parts, make)
+    return PipelineSchedule(stages, pp_mesh, device, n_microbatches, loss_function, parts, make)
 
 
 class PipelineSchedule:
@@ -156,12 +162,14 @@ class PipelineSchedule:
         pp_mesh: DeviceMesh,
         device: torch.device,
         n_microbatches: int,
+        loss_function: Loss,
         parts: int,
         make: Callable[[], Any],
     ) -> None:
         self.stages = tuple(stages)
         self._owned = [own for own in map(stage_of, stages) if own is not None]
         self._mesh, self._device = pp_mesh, device
+        self._loss_function = loss_function
         self._parts = parts  # number by which each loss was divided
         self._tied = TiedParameter(stages, pp_mesh)
         self._batches, self._evaluated = (
@@ -170,6 +178,8 @@ class PipelineSchedule:
         self.schedule, self._make = make(), make
         # A separate schedule: in some versions of torch, a schedule cannot train after evaluation.
         self._evaluation: Any = None
+        self._has_trained = False
+        self._has_raised = False  # in a batch that was under way
 
     def parts_to_revive(self) -> list[object]:
         """Return what `meshverse.revive` gives new process groups."""
@@ -195,11 +205,22 @@ class PipelineSchedule:
         Raises:
             TypeError: a keyword, such as use_cache, needs all layers of the model.
             ValueError: the batch cannot be divided into the microbatches, its shape or dtype is not
-                that of the first call, or a keyword cannot be split along the batch. With the same
-                arguments, all ranks raise, and nothing is sent.
+                that of the first call, a keyword cannot be split along the batch, or the loss
+                function is a `LossPerToken` inside another one. With the same arguments, all ranks
+                raise, and nothing is sent.
+            RuntimeError: gradients are disabled; or an earlier batch raised in a pipeline of
+                several stages, whose other ranks may still wait for its messages.
         """
-        with self._tied.summed():
-            return self._run(self.schedule.step, self._batches, inputs, target, keywords)
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step() needs gradients, which are disabled here. Call eval().")
+        _check_loss(self._loss_function, self.stages, inputs, target)
+        split = self._checked(self._batches, inputs, target, keywords)
+        # In its first step, torch tries out the stages, and then deletes FSDP2's gradients.
+        kept = contextlib.nullcontext() if self._has_trained else _set_aside(self.stages)
+        with kept, self._tied.summed():
+            losses = self._run(self.schedule.step, self._batches, inputs, target, split)
+        self._has_trained = True
+        return losses
 
     @torch.no_grad()
     def eval(self, inputs: Tensor, *, target: Tensor, **keywords: Any) -> list[Tensor]:
@@ -207,12 +228,13 @@ class PipelineSchedule:
 
         All batches of `eval` must have one shape, which may differ from that of `step`.
         """
+        split = self._checked(self._evaluated, inputs, target, keywords)
         if self._evaluation is None:
             self._evaluation = self._make()
         parameters = [each for stage in self.stages for each in stage.parameters()]
         gradients = [each.grad for each in parameters]
         try:
-            return self._run(self._evaluation.eval, self._evaluated, inputs, target, keywords)
+            return self._run(self._evaluation.eval, self._evaluated, inputs, target, split)
         finally:
             for stage in self.stages:  # where FSDP2 left whole parameters, they have no gradients
                 for module in stage.modules():
@@ -245,29 +267,97 @@ class PipelineSchedule:
         scale_gradients([each for each in every if each.grad is not None], max_norm, total)
         return total
 
+    def _checked(
+        self, batches: _Batches, inputs: Tensor, target: Tensor, keywords: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return a batch's keywords as torch splits them, if the batch can run."""
+        check_keywords(self.stages[0], keywords)
+        check_names(self.stages[0], keywords)
+        batches.check(inputs, target)
+        split = _for_each_sequence(keywords, inputs)
+        _check_group(self._mesh)
+        if self._has_raised:  # torch's schedules still have that batch's microbatches
+            self.schedule, self._evaluation = self._make(), None
+            self._has_trained = self._has_raised = False
+        return split
+
     def _run(
         self,
         run: Callable[..., Any],
         batches: _Batches,
         inputs: Tensor,
         target: Tensor,
-        keywords: dict[str, Any],
+        split: dict[str, Any],
     ) -> list[Tensor]:
-        check_keywords(self.stages[0], keywords)
-        batches.check(inputs, target)
-        split = _for_each_sequence(keywords, inputs)
         losses: list[Tensor] = []
         # Torch 2.11 refuses other strides, such as those of the tokens before the last one.
         is_first = any(own.is_first for own in self._owned)
         arguments = (inputs.contiguous(),) if is_first else ()
-        run(*arguments, target=target, losses=losses, return_outputs=False, **split)
+        try:
+            run(*arguments, target=target, losses=losses, return_outputs=False, **split)
+        except BaseException:
+            self._has_raised = True
+            if self._owned[0].count > 1:
+                _interrupted.add(self._mesh.get_group())
+            raise
         batches.has_run(inputs)
         return [loss.detach() * self._parts for loss in losses]
+
+
+@contextlib.contextmanager
+def _set_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Take the gradients off the parameters within the context, and add them back after it."""
+    parameters = [each for stage in stages for each in stage.parameters()]
+    earlier = [each.grad for each in parameters]
+    for each in parameters:
+        each.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for each, gradient in zip(parameters, earlier, strict=True):
+                if gradient is not None:
+                    # In place, as autograd does: the caller may hold the earlier gradient.
+                    each.grad = gradient if each.grad is None else gradient.add_(each.grad)
 
 
 def _check_mesh(pp_mesh: DeviceMesh) -> None:
     if pp_mesh.ndim != 1:
         raise ValueError(f"{pp_mesh} has {pp_mesh.ndim} axes, and must have one: give mesh['pp'].")
+
+
+def _check_group(pp_mesh: DeviceMesh) -> None:
+    if pp_mesh.get_group() in _interrupted:
+        raise RuntimeError(
+            f"A batch raised in this pipeline of {pp_mesh.size()} ranks, and its messages may "
+            "still be under way: another batch could receive them. Restart the program from a "
+            "checkpoint; or destroy the default process group on all ranks, create it again, and "
+            "call meshverse.revive() with this schedule."
+        )
+
+
+def _check_loss(
+    loss_function: Loss, stages: Sequence[nn.Module], inputs: Tensor, target: Tensor
+) -> None:
+    """Check what all ranks of the pipeline know of a `LossPerToken`, before anything is sent."""
+    if not isinstance(loss_function, LossPerToken):
+        if any(map(sums_gradients, stages)):
+            raise ValueError(
+                f"A LossPerToken was created for these stages, so that their gradients are "
+                f"summed, but those of loss_function={loss_function!r} would be averaged. Give "
+                "pipeline_schedule the LossPerToken itself, or an instance of a subclass."
+            )
+        return
+    if not all(sums_gradients(each) for each in stages if isinstance(each, FSDPModule)):
+        raise ValueError(
+            "The LossPerToken was not created for all of these stages: FSDP2 would divide their "
+            "gradients by the number of ranks. Create it with the list of stages."
+        )
+    if type(loss_function) is LossPerToken and target.shape != inputs.shape[:2]:
+        raise ValueError(
+            f"Targets of shape {tuple(target.shape)} for inputs of shape {tuple(inputs.shape)}: "
+            f"LossPerToken needs one target per token, of shape {tuple(inputs.shape[:2])}."
+        )
 
 
 def _check_schedule(name: str, count: int, n_microbatches: int, pp_size: int) -> None:
@@ -405,15 +495,23 @@ class TiedParameter:
 
     def __init__(self, stages: Sequence[nn.Module], pp_mesh: DeviceMesh) -> None:
         self._mesh = pp_mesh
-        self._parameter: nn.Parameter | None = None
+        self._place: tuple[nn.Module, str] | None = None  # a stage, and the parameter's name in it
         self._is_first = False
         self._peer = -1
         for stage, own in zip(stages, map(stage_of, stages), strict=True):
             if own is not None and own.tied is not None:
-                self._parameter = stage.get_parameter(own.tied)
+                self._place = stage, own.tied
                 self._is_first = own.is_first
                 self._peer = pp_mesh.size() - 1 if own.is_first else 0
-                self._check(own.tied, self._parameter)
+                self._check(own.tied, stage.get_parameter(own.tied))
+
+    @property
+    def _parameter(self) -> nn.Parameter | None:
+        """The parameter that the stage has now: `load_state_dict(assign=True)` replaces it."""
+        if self._place is None:
+            return None
+        stage, name = self._place
+        return stage.get_parameter(name)
 
     @property
     def counted_elsewhere(self) -> nn.Parameter | None:

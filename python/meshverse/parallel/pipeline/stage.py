@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from meshverse.parallel.experts.expert_parallel import expert_modules
 from meshverse.parallel.meshes.degrees import is_degree
@@ -30,14 +32,14 @@ from meshverse.parallel.models.modules import (
     stage_of,
 )
 
-from .structure import IdleModule, Structure, copy_attributes, describe, hidden_of
+from .structure import OUTPUTS, IdleModule, Structure, copy_attributes, describe, hidden_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Arguments of a forward that need all layers.
+# Arguments of a forward that need all layers, or that a stage itself passes.
 _REFUSED = (
-    *("labels", "logits_to_keep", "past_key_values", "use_cache"),
-    *("output_attentions", "output_hidden_states", "output_router_logits"),
+    *("labels", "logits_to_keep", "past_key_values", "use_cache", "input_ids", "inputs_embeds"),
+    *OUTPUTS,
 )
 
 
@@ -92,7 +94,10 @@ def split_into_stages(
 
     Raises:
         ValueError: the model cannot be split, is already a stage, or is already distributed; or
-            the numbers do not fit its layers. The model is unchanged then.
+            the numbers do not fit its layers. The model is unchanged then. A model cannot be split
+            if it reads its tokens besides embedding them, if its own forward gives its inner module
+            other arguments than it gets, if it leaves out layers at random, or if it was compiled,
+            got hooks around its forward, or another forward on the object.
     """
     name = type(model).__name__
     if stage_of(model) is not None:
@@ -108,17 +113,58 @@ def split_into_stages(
         raise ValueError(f"index={index!r} must be the index of a stage, 0 to {n_stages - 1}.")
     tied = _tied(model, structure, ranges).get(index)
     has_experts = bool(expert_modules(model))
-    return _make(model, structure, StageOf(index, n_stages, ranges[index], tied, has_experts))
+    own = StageOf(index, n_stages, ranges[index], structure.inner, tied, has_experts)
+    return _make(model, structure, own)
 
 
 def check_keywords(stage: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError for keywords that need all layers."""
-    refused = [name for name in _REFUSED if keywords.get(name) is not None]
-    if refused:
+    """Raise TypeError for keywords that some stage could not use, the same on all stages.
+
+    Of keywords that need all layers or that a stage itself passes, the value does not matter: some
+    stages would raise for None, while the others wait for them.
+    """
+    name = type(stage).__name__
+    if refused := [each for each in _REFUSED if each in keywords]:
         raise TypeError(
-            f"{type(stage).__name__} is a pipeline stage, and takes no {refused}, which need all "
-            "layers of the model. Compute the loss from the last stage's logits."
+            f"{name} is a pipeline stage, and takes no {refused}: they need all layers of the "
+            "model, or are set by the stage. Leave them out, pass tokens or embeddings as inputs, "
+            "and compute the loss from the last stage's logits."
         )
+    if shared := [each for each, value in keywords.items() if not _is_data(value)]:
+        raise TypeError(
+            f"{name} is a pipeline stage, and takes no {shared}: their values are "
+            f"{[type(keywords[each]).__name__ for each in shared]}. Stages and microbatches would "
+            "share such an object, as a cache. Give tensors, BlockMasks, numbers, texts, or "
+            "lists, tuples and dicts of them."
+        )
+
+
+def check_names(stage: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Raise TypeError for keywords that a forward of the model has no parameter for.
+
+    All ranks compare with both forwards: the inner module's, which all stages run, and the
+    model's own, which only the last stage runs.
+    """
+    own = cast("StageOf", stage_of(stage))
+    if not keywords:
+        return
+    for module in (stage, stage.get_submodule(own.inner)):
+        known = inspect.signature(type(module).forward).parameters.values()
+        if any(each.kind is each.VAR_KEYWORD for each in known):
+            continue
+        if unknown := sorted({*keywords} - {each.name for each in known}):
+            raise TypeError(
+                f"{unknown} are no parameters of {type(module).__name__}.forward, which a stage "
+                "of the pipeline runs. Leave them out."
+            )
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_data, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, Tensor | BlockMask | bool | int | float | str)
 
 
 def _tied(model: nn.Module, structure: Structure, ranges: Sequence[range]) -> dict[int, str]:
@@ -158,6 +204,8 @@ class _Passage:
     """Hidden states that enter and leave a stage's layers during a forward."""
 
     in_tuples: bool  # whether the model expects a layer's output in a tuple
+    n_absent: int  # number of layers in other stages
+    n_called: int = 0  # number of calls of these
     received: Tensor | None = None
     passed_on: Tensor | None = None
 
@@ -174,6 +222,7 @@ class _AbsentLayer(AbsentModule):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the stage's input or output, in the form of a layer's output."""
         passage = self._passage
+        passage.n_called += 1
         if not self._is_before and passage.passed_on is None:
             passage.passed_on = hidden_of(arguments, keywords)
         hidden = passage.received if self._is_before else passage.passed_on
@@ -186,7 +235,7 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
     if structure.inner:
         inner = shallow_copy(model.get_submodule(structure.inner))
         stage._modules[structure.inner] = inner
-    passage = _Passage(structure.in_tuples)
+    passage = _Passage(structure.in_tuples, structure.n_layers - len(own.layers))
     layers = cast("nn.ModuleList", inner.get_submodule(structure.layers))
     inner._modules[structure.layers] = nn.ModuleList(
         layer
@@ -199,15 +248,16 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
     if not own.is_last and structure.inner:
         others = {name: IdleModule() for name in stage._modules if name != structure.inner}
         stage._modules.update(others)
+        # Of use to the last stage alone: checkpoints must not find untrained copies of them here.
+        stage._parameters.update(dict.fromkeys(stage._parameters))
+        stage._buffers.update(dict.fromkeys(stage._buffers))
     mark_as_stage(stage, own)
     # A partial, not a closure: deepcopy copies it, so that a copied stage runs its own layers.
-    stage.forward = partial(_forward, stage, passage, structure.inner)
+    stage.forward = partial(_forward, stage, passage)
     return stage
 
 
-def _forward(
-    stage: nn.Module, passage: _Passage, inner: str, inputs: Tensor, **keywords: Any
-) -> Tensor:
+def _forward(stage: nn.Module, passage: _Passage, inputs: Tensor, **keywords: Any) -> Tensor:
     own = cast("StageOf", stage_of(stage))
     check_keywords(stage, keywords)
     if own.is_first:
@@ -215,14 +265,20 @@ def _forward(
     else:  # only the shape is used: the stage's first layer gets the hidden states
         given = {"inputs_embeds": inputs.new_zeros(()).expand(*inputs.shape[:2], inputs.size(-1))}
     runs: Any = partial(type(stage).forward, stage)
-    if inner and not own.is_last:
-        runs = stage.get_submodule(inner)
-    passage.received = inputs
+    if own.inner and not own.is_last:
+        runs = stage.get_submodule(own.inner)
+    passage.received, passage.n_called = inputs, 0
     try:
         output: Any = runs(**given, use_cache=False, **keywords)
         passed_on = passage.passed_on
     finally:
         passage.received = passage.passed_on = None
+    if passage.n_called != passage.n_absent:
+        raise RuntimeError(
+            f"{type(stage).__name__} called layers of other stages {passage.n_called} times, and "
+            f"has {passage.n_absent} of them: in a pipeline, a model must run each layer once in "
+            "each forward. Turn off what leaves out or repeats layers."
+        )
     if own.is_last:
         logits = getattr(output, "logits", None)
         return output.last_hidden_state if logits is None else logits  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,13 +13,19 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from meshverse._torch_compat.module_hooks import has_hooks, is_compiled
+from meshverse.parallel.models.dropout import WithoutDropout
 from meshverse.parallel.models.modules import AbsentModule, shallow_copy
+
+from .token_reads import TokenReads
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _TOKENS = (2, 3)  # number of sequences, and of tokens in each
+# Arguments that only add outputs, which stages do not return.
+OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
 _LAYER = ""  # event of a layer, among events that are names of children
 _NOTHING = object()  # output of a layer besides its hidden states
 # Exceptions that a model may raise when its layers are replaced.
@@ -45,6 +51,12 @@ def describe(model: nn.Module) -> Structure:
     Raises:
         ValueError: the model cannot be split into stages. It is unchanged then.
     """
+    # Whatever the caller's mode: autograd shows the trials which tensors depend on which.
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        return _describe(model)
+
+
+def _describe(model: nn.Module) -> Structure:
     config: Any = getattr(model, "config", None)
     inner_name, layers = _find_layers(model, config)
     inner = model.get_submodule(inner_name)
@@ -57,11 +69,14 @@ def describe(model: nn.Module) -> Structure:
             else f"{type(inner).__name__} has no list of as many layers as its config says, as "
             "language models of transformers have"
         )
-    elif not (reason := _needs_all_layers(config)):
+    elif not (reason := _needs_all_layers(config) or _changed_object(model, inner)):
         trials = [_Trial(inner, layers, in_tuples=each) for each in (False, True)]
         for trial in trials:
             trial.reason = (
-                trial.run() or trial.run_as_later_stage() or trial.run_from_the_last_layer()
+                trial.run()
+                or trial.run_as_later_stage()
+                or trial.run_from_the_last_layer()
+                or (trial.run_around(model, inner_name) if inner_name else "")
             )
             if not trial.reason:
                 sides = trial.sides()
@@ -107,6 +122,28 @@ def _needs_all_layers(config: Any) -> str:
         return f"its last {shared} layers (num_kv_shared_layers) use the keys of earlier ones"
     if getattr(config, "output_router_logits", False):
         return "config.output_router_logits=True adds a loss over the routers of all layers"
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if dropped := getattr(config, name, None):
+            return f"config.{name}={dropped} leaves out layers at random. Set it to 0"
+    return ""
+
+
+def _changed_object(model: nn.Module, inner: nn.Module) -> str:
+    """Return what was changed on the object and would be lost in stages, in words; else ""."""
+    for module in (model, inner):
+        name = type(module).__name__
+        if "forward" in vars(module):
+            return (
+                f"the forward of its {name} was replaced on the object, and stages run the "
+                "class's. Define it in a subclass"
+            )
+        if is_compiled(module):
+            return f"its {name} is compiled, and would run all layers. Compile each stage instead"
+        if has_hooks(module):
+            return (
+                f"its {name} has hooks around its forward, which in stages would get other "
+                "inputs and outputs. Register hooks on the stages or on modules inside"
+            )
     return ""
 
 
@@ -122,13 +159,14 @@ class _Trial:
         events: names of the children that ran, and `_LAYER` for each layer, in order.
         probes: the probes, in the order of the layers.
         reason: why the model cannot be split, in words; "" if it can.
-        output: of the last run.
+        output: hidden states after the last run.
     """
 
     def __init__(self, inner: nn.Module, layers: str, *, in_tuples: bool) -> None:
         self.in_tuples = in_tuples
         self.reason = ""
         self.output: Any = None
+        self._whole: Any = None  # the object with `output`
         self.events: list[str] = []
         listed = cast("nn.ModuleList", inner.get_submodule(layers))
         self.probes = [_Probe(layer, self.events, in_tuples) for layer in listed]
@@ -140,13 +178,16 @@ class _Trial:
             self._device = torch.device("cpu")
             self._inner = _without_memory(self._inner)
         self._inner._modules[layers] = nn.ModuleList(self.probes)
+        self._tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
+        self._reads = TokenReads(self._tokens)
 
     def run(self) -> str:
         """Run the trial, and return the reason why the model cannot be split, in words; else ""."""
-        tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
-        if reason := self._run(input_ids=tokens):
+        with self._reads:
+            reason = self._run(input_ids=self._tokens)
+        if reason:
             return f"it fails without its layers ({reason})"
-        return next(self._objections(tokens), "")
+        return next(self._objections(), "")
 
     def run_as_later_stage(self) -> str:
         """Run it as a later stage runs; return why its layers would get other arguments, or "".
@@ -180,6 +221,81 @@ class _Trial:
             for each in torch.autograd.grad(last.output.sum(), earlier, allow_unused=True)
         ):
             return "its output depends on hidden states before those of its last layer"
+        if not _are_equal(last.output, self.output):
+            return "it does something else after its layers if it gets hidden states, not tokens"
+        reads = self._reads.said()
+        return reads and f"its {type(self._inner).__name__} {reads}"
+
+    def run_around(self, model: nn.Module, name: str) -> str:
+        """Return why what a model's own forward does around the layers cannot be in a last stage.
+
+        Only the last stage runs it, on hidden states; the others run the inner module alone.
+
+        Args:
+            model: whose inner module was tried; it is not changed.
+            name: name of the inner module in it.
+        """
+        outer, inner = shallow_copy(model), shallow_copy(self._inner)
+        outer._modules[name] = inner
+        device = next(model.parameters()).device  # may be the meta device: a head is large
+        whole = self._whole
+        whole.last_hidden_state = _distinct_like(self.output).to(device)
+        hidden, outputs = self.probes[0].hidden.detach(), []
+        for key, given, own in (
+            ("input_ids", self._tokens, self._tokens),
+            ("inputs_embeds", hidden.to(device), hidden),
+        ):
+            calls: list[Any] = []
+            inner.forward = partial(_record_call, calls, whole)
+            reason, output = self._run_outer(outer, {key: given})
+            if reason := reason or self._run_as_called(calls, given, own):
+                return f"its own forward {reason}"
+            outputs.append(output)
+        if not _are_equal(*outputs):
+            return "its own forward does something else if it gets hidden states, not tokens"
+        return ""
+
+    def _run_outer(self, outer: nn.Module, given: dict[str, Tensor]) -> tuple[str, Any]:
+        """Return why a model's own forward cannot be in a stage, in words or "", and its output."""
+        with self._undisturbed(), torch.no_grad(), TokenReads(self._tokens) as reads:
+            try:
+                output: Any = type(outer).forward(outer, **given, use_cache=False)
+            except _FROM_MODELS as error:
+                failure = f"fails on {next(iter(given))} alone ({type(error).__name__}: {error})"
+                return reads.said() or failure, None
+        logits = getattr(output, "logits", None)
+        output = getattr(output, "last_hidden_state", None) if logits is None else logits
+        if not isinstance(output, Tensor):
+            return "returns neither logits nor last_hidden_state", None
+        return reads.said(), output
+
+    def _run_as_called(self, calls: list[Any], given: Tensor, own: Tensor) -> str:
+        """Return what the inner module gets besides a model's argument, in words, or "".
+
+        Args:
+            calls: arguments and keywords of each call of the inner module.
+            given: the model's argument.
+            own: the same on the device of this trial.
+        """
+        name = type(self._inner).__name__
+        if len(calls) != 1:
+            return f"calls its {name} {len(calls)} times"
+        tensors = [each for each in tree_leaves(calls[0]) if isinstance(each, Tensor)]
+        if len(tensors) != 1 or tensors[0] is not given:
+            return f"gives its {name} other tensors than it gets"
+        arguments, keywords = tree_map(lambda each: own if each is given else each, calls[0])
+        again = self._again(set())
+        if reason := again._run(
+            *arguments,
+            **{k: v for k, v in keywords.items() if k not in OUTPUTS or v},
+        ):
+            return f"calls its {name} so that it fails without its layers ({reason})"
+        for probe, alone in zip(again.probes, self.probes, strict=True):
+            if different := probe.first_difference(alone):
+                return f"gives its layers another {different!r} than its {name} alone"
+        same = _are_equal(again.probes[0].hidden, self.probes[0].hidden)
+        if given is self._tokens and not (same and _are_equal(again.output, self.output)):
+            return f"gives its {name} other arguments than it gets"
         return ""
 
     def _again(self, idle: set[str]) -> _Trial:
@@ -192,22 +308,26 @@ class _Trial:
         again._inner._modules.update({name: IdleModule() for name in idle})
         return again
 
-    def _run(self, **inputs: Tensor) -> str:
-        """Run the model; return the error that it raises, in words, or ""."""
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Run without dropout, and keep the random state of training."""
         kind = self._device.type
         devices, kind = ([], "cuda") if kind == "cpu" else ([self._device], kind)
+        with torch.random.fork_rng(devices, device_type=kind), WithoutDropout():
+            yield
+
+    def _run(self, *arguments: Any, **keywords: Any) -> str:
+        """Run the model; return the error that it raises, in words, or ""."""
         with ExitStack() as context:
-            context.enter_context(torch.enable_grad())
-            # Dropout before the layers must not change the random state of training.
-            context.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            context.enter_context(self._undisturbed())
             for name, module in self._children():
                 hook = module.register_forward_hook(partial(_record, self.events, name))
                 context.callback(hook.remove)
             try:
-                output: Any = self._inner(**inputs, use_cache=False)
+                output: Any = self._inner(*arguments, **{"use_cache": False, **keywords})
             except _FROM_MODELS as error:
                 return f"{type(error).__name__}: {error}"
-        self.output = getattr(output, "last_hidden_state", None)
+        self._whole, self.output = output, getattr(output, "last_hidden_state", None)
         if not isinstance(self.output, Tensor):
             return f"{type(self._inner).__name__} returns no last_hidden_state"
         return ""
@@ -226,7 +346,7 @@ class _Trial:
             if child not in ("", self._layers) and has_parameters:
                 yield child, module
 
-    def _objections(self, tokens: Tensor) -> Iterator[str]:
+    def _objections(self) -> Iterator[str]:
         probes = self.probes
         calls, order = zip(*((probe.calls, probe.order) for probe in probes), strict=True)
         if {*calls} != {1} or [*order] != sorted(order):
@@ -241,7 +361,7 @@ class _Trial:
             yield "the hidden states that its layers get are not the output of the layer before"
             return
         for probe in probes:
-            yield from probe.objections(tokens)
+            yield from probe.objections(self._tokens)
         before, after = self.sides()
         last = len(self.events) - self.events[::-1].index(_LAYER)
         between = set(after) - set(self.events[last:])
@@ -278,7 +398,7 @@ class _Probe(AbsentModule):
         self.calls += 1
         self._events.append(_LAYER)
         self.order = len(self._events)
-        self.hidden, self.given = hidden, hidden.detach().clone().requires_grad_(self.is_leaf)
+        self.hidden, self.given = hidden, _distinct_like(hidden).requires_grad_(self.is_leaf)
         self.others = list(zip(self._names, arguments, strict=False))[1:]
         self.others += [(name, each) for name, each in keywords.items() if name != "hidden_states"]
         return (self.given, _NOTHING) if self._in_tuples else self.given
@@ -319,9 +439,23 @@ class IdleModule(AbsentModule):
         return next(iter((*arguments, *keywords.values())))
 
 
+def _record_call(calls: list[Any], output: Any, *arguments: Any, **keywords: Any) -> Any:
+    calls.append((arguments, keywords))
+    return output
+
+
+def _distinct_like(hidden: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype, with another value at each place."""
+    values = torch.linspace(-1, 1, hidden.numel(), device=hidden.device)
+    return values.view(hidden.shape).to(hidden.dtype)
+
+
 def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+            return False
+        # Parameters without values yet may be NaN.
+        return one.is_meta or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     is_plain = isinstance(one, bool | int | float | str)
     return type(one) is type(other) and (not is_plain or one == other)
 
@@ -335,17 +469,21 @@ def _record(events: list[str], name: str, module: nn.Module, arguments: Any, out
 
 
 def _without_memory(module: _Module) -> _Module:
-    """Return a copy of a module on the meta device, with CPU tensors that are one expanded zero."""
+    """Return a copy of a module on the meta device, with CPU tensors that are one expanded value.
+
+    Parameters are ones, so that embedded tokens differ from zeros; buffers are zeros.
+    """
     copied = copy.deepcopy(module)
     for each in copied.modules():
         for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
             if tensor is None:
                 continue
-            zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+            make = torch.ones if isinstance(tensor, nn.Parameter) else torch.zeros
+            value = make((), dtype=tensor.dtype).expand(tensor.shape)
             if isinstance(tensor, nn.Parameter):
-                each._parameters[name] = nn.Parameter(zeros, tensor.requires_grad)
+                each._parameters[name] = nn.Parameter(value, tensor.requires_grad)
             else:
-                each._buffers[name] = zeros
+                each._buffers[name] = value
     return copied
 
 
