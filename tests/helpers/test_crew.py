@@ -62,9 +62,11 @@ def _hold_a_lock() -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system lists no threads")
-def test_gloo_groups_have_one_worker_thread(crew: Crew) -> None:
+def test_gloo_groups_have_one_worker_thread() -> None:
+    crew = Crew()  # no group of an earlier test is left in its processes
     for n_threads, n_groups in crew.run(_worker_threads_beside_groups, 2):
         assert n_threads == n_groups > 1
+    crew.stop()
 
 
 def test_every_rank_is_a_process_of_its_own(crew: Crew) -> None:
