@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -51,7 +52,12 @@ def _crash() -> None:
 def _worker_threads_beside_groups() -> tuple[int, int]:
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     groups += meshverse.init_device_mesh("cpu", (2, 1)).get_all_groups()
-    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    for group in groups:  # a thread has its name once it runs
+        dist.all_reduce(torch.zeros(1), group=group)
+    names = []
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # another thread has ended
+            names.append(file.read_text().strip())
     return names.count("pt_gloo_runloop"), len({id(group) for group in groups})
 
 
