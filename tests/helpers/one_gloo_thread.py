@@ -1,8 +1,8 @@
 """gloo groups with one worker thread: two of them can corrupt the heap, in torch 2.11 to 2.15.
 
-The threads of a `ProcessGroupGloo` write the names of operations to one string of its
-`ProcessGroupStatus` without a lock. If a name is longer than 15 characters, as in
-`ALLGATHER_COALESCED`, one thread can write to memory that the other has freed. DTensor's
+The threads of a `ProcessGroupGloo` write the name of the last operation to one string
+(`lastCompletedWorkName`, in `runLoop`) without the lock. If a name is longer than 15 characters, as
+in `ALLGATHER_COALESCED`, one thread can write to memory that the other has freed. DTensor's
 collectives have such names. In their tests, a process died of it in one of some 1,500 worlds,
 wherever it next allocated memory. This program dies within seconds:
 
