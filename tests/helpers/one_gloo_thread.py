@@ -17,7 +17,8 @@ wherever it next allocated memory. This program dies within seconds:
         for work in works:
             work.wait()
 
-Each program of the tests runs with one thread until a release of torch survives it.
+So groups have one thread in all processes of the tests but those that `subprocess` starts, until a
+release of torch survives this program.
 """
 
 from __future__ import annotations
