@@ -73,9 +73,10 @@ class _SplitWeight(Tensor):
 
 _ABOUT_WEIGHTS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size),
+    *(Tensor.__len__, torch.numel, torch.is_floating_point),
     *(
         getattr(Tensor, name).__get__
-        for name in ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "is_meta")
+        for name in ("dtype", "device", "shape", "ndim", "requires_grad", "layout")
     ),
 }
 
