@@ -76,7 +76,10 @@ _ABOUT_WEIGHTS = {
     *(Tensor.__len__, torch.numel, torch.is_floating_point),
     *(
         getattr(Tensor, name).__get__
-        for name in ("dtype", "device", "shape", "ndim", "requires_grad", "layout")
+        for name in (
+            *("dtype", "device", "layout", "shape", "ndim"),
+            *("is_cuda", "is_meta", "is_leaf", "requires_grad"),
+        )
     ),
 }
 
