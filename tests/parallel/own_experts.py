@@ -234,6 +234,28 @@ class OtherArguments(Own):
         return super().forward(hidden, expert_ids, weights)
 
 
+class Counts(Own):
+    """Counts the tokens of each expert, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.zeros(EXPERTS))
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        self.load += torch.bincount(expert_ids.flatten(), minlength=EXPERTS)[:EXPERTS]
+        return super().forward(hidden, expert_ids, weights)
+
+
+class KeepsLast(Own):
+    """Keeps the hidden states of its last call."""
+
+    last: Tensor | None = None
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        self.last = hidden.detach()
+        return super().forward(hidden, expert_ids, weights)
+
+
 NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
     each.__name__: (each, message)
     for each, message in (
@@ -246,6 +268,8 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (DropsTokens, "gives other outputs"),
         (Checkpointed, "runs again in backward"),
         (GradientByExperts, "gives other gradients"),
+        (Counts, "changes its ['load']"),
+        (KeepsLast, "changes its ['last']"),
         (OtherArguments, "must take hidden states"),
     )
 }
@@ -284,8 +308,23 @@ class Largest(Own):
         return inner * (inner >= inner.topk(2, dim=-1).values[..., -1:])
 
 
+class CountsFeatures(Own):
+    """Keeps the largest of its inner features, of which a rank has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def inner(self, features: Tensor) -> Tensor:
+        inner = super().inner(features)
+        if len(inner):
+            self.largest = torch.maximum(self.largest, inner.detach().max())
+        return inner
+
+
 NO_FEATURES: dict[str, type[nn.Module]] = {
-    each.__name__: each for each in (NormInside, NormAnyWidth, NormBehind, NormInTraining, Largest)
+    each.__name__: each
+    for each in (NormInside, NormAnyWidth, NormBehind, NormInTraining, Largest, CountsFeatures)
 }
 
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from expert_models import BOUND, objective, tokens
-from own_experts import NO_FEATURES, NO_PARTS, OWN, Dropout, Own, make
+from own_experts import (
+    NO_FEATURES,
+    NO_PARTS,
+    OWN,
+    Counts,
+    Dropout,
+    KeepsLast,
+    Own,
+    make,
+)
 from rounding import largest_error
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -118,7 +128,7 @@ def test_ep_size_refuses_it_by_name(name: str) -> None:
     before = {name: id(each) for name, each in model.named_parameters()}
     with fake_world(4):
         mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(ep_size=2))
-        with pytest.raises(ValueError, match=f"0.experts: .*{name}.*{message}"):
+        with pytest.raises(ValueError, match=f"0.experts: .*{name}.*{re.escape(message)}"):
             fsdp2_strategy_parallelize(model, mesh)
     assert {name: id(each) for name, each in model.named_parameters()} == before
 
@@ -135,9 +145,12 @@ class MoreDropout(Dropout):
     p = 0.5
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_dropout_is_no_obstacle(style: str) -> None:
-    model = make(MoreDropout)
+@pytest.mark.parametrize(
+    ("kind", "style"),
+    [*((MoreDropout, style) for style in STYLES), (Counts, "features"), (KeepsLast, "features")],
+)
+def test_what_ranks_do_alike_is_no_obstacle(kind: type[nn.Module], style: str) -> None:
+    model = make(kind)
     with fake_world(2):
         mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         apply_tp_plan(model, mesh, {"*.experts": STYLES[style]()})

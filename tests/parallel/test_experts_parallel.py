@@ -12,7 +12,7 @@ from expert_models import BOUND, EXPERTS, FORMS, WIDTH, make, objective, tokens
 from rounding import largest_error
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import meshverse
 from helpers.crew import Crew
@@ -115,12 +115,19 @@ def test_each_backward_through_a_retained_graph_equals_one_process(crew: Crew) -
 
 def second_order() -> None:
     mesh = meshverse.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    model = make("plain")
-    parallelize_module(model, mesh, {"*.experts": ExpertParallel()})
-    given = tokens().requires_grad_()
-    (first,) = torch.autograd.grad(objective(model(given)), given, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.square().sum().backward()
+    styles: list[ParallelStyle] = [*(each() for each in STYLES.values()), ExpertParallel(mesh)]
+    for style in styles:
+        model = make("biases")
+        parallelize_module(model, mesh, {"*.experts": style})
+        given = tokens().requires_grad_()
+        before = [each for name, each in model.named_parameters() if "shared" not in name]
+        for wanted in (given, *before):
+            # The residual is a path on which a second pass meets no experts.
+            output = objective(given.tanh() + model(given))
+            with pytest.raises(RuntimeError, match="second-order gradients would lack the terms"):
+                torch.autograd.grad(output, wanted, create_graph=True)
+        (first,) = torch.autograd.grad(objective(model(given)), given)
+        assert not first.requires_grad
 
 
 def test_second_order_gradients_raise(crew: Crew) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from expert_models import BOUND, WIDTH, Model, objective, tokens
 from rounding import largest_error, training_error
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import meshverse
@@ -203,6 +204,24 @@ def test_norms_that_are_not_finite_are_refused_if_asked() -> None:
     with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 of gradients is nan"):
         get_total_norm(gradients, error_if_nonfinite=True)
     assert get_total_norm([]) == 0
+
+
+def norms_with_nan() -> list[bool]:
+    """Whether norms are nan if a value of the second rank's is, and only then."""
+    mesh = meshverse.init_device_mesh("cpu", (2,))
+    values = torch.tensor([float("inf"), float("nan")]) if dist.get_rank() else torch.ones(2)
+    norms = [
+        get_total_norm([DTensor.from_local(own, mesh, [placement], run_check=False)], norm_type)
+        for placement in (Shard(0), Partial())
+        for own in (values, values[:1])
+        for norm_type in (2.0, math.inf)
+    ]
+    return [bool(each.isnan()) for each in norms]
+
+
+def test_a_nan_on_one_rank_is_in_the_norm_of_all(crew: Crew) -> None:
+    for seen in crew.run(norms_with_nan, 2):
+        assert seen == [True, True, False, False] * 2
 
 
 def norm_of_one_row(norm_type: float) -> str:

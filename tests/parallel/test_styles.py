@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -298,6 +299,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, ParallelStyle], str]
         {"q_proj": ColwiseParallel(), "": LocalParameters({"sink": Shard(0)})},
         r"has no parameter 'sink' of its own, only \['sinks'\]",
     ),
+    "dim": (
+        lambda: make(Attention),
+        {"q_proj": ColwiseParallel(), "": LocalParameters({"sinks": Shard(1)})},
+        r"sinks: S.*1.* names no dim of its shape \(4,\)",
+    ),
     "single parameter": (
         lambda: nn.ModuleDict({"up": nn.Linear(4, 6), "odd": nn.Linear(4, 3)}),
         {"up": ColwiseParallel(), "odd": LocalParameters({"bias": Shard(0)})},
@@ -342,6 +348,12 @@ def refusal(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusal_changes_nothing(crew: Crew, name: str) -> None:
     crew.run(refusal, 2, name)
+
+
+@pytest.mark.parametrize("placement", [Partial(), "sum", None, Shard])
+def test_local_parameters_take_placements_of_values_only(placement: Any) -> None:
+    with pytest.raises(TypeError, match=r"placements \{'scale': .*summed= instead"):
+        LocalParameters({"scale": placement})
 
 
 def test_wherever_a_block_was_interrupted_its_replaced_attributes_are_back() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from tp_models import MLP
@@ -29,6 +29,11 @@ class Attention(nn.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             self.add_module(name, nn.Linear(8, 8))
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = self.q_proj(hidden) * self.k_proj(hidden) + self.v_proj(hidden)
+        output: Tensor = self.o_proj(mixed)
+        return output
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:
@@ -42,6 +47,13 @@ class LikeLlama(nn.Module):
         self.embed_tokens = nn.Embedding(16, 8)
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.lm_head = nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed_tokens(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer.self_attn(hidden)
+        output: Tensor = self.lm_head(hidden)
+        return output
 
 
 class Derived(MLP):
@@ -134,6 +146,35 @@ def test_registered_plan_is_of_derived_classes_too() -> None:
 
 
 @pytest.mark.usefixtures("registry")
+def test_a_registered_plan_may_split_nothing() -> None:
+    register_tp_plan(LikeLlama, lambda model, sequence_parallel: {})
+    model = LikeLlama()
+    apply_tensor_parallelism(model, mesh())
+    assert not split(model)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("build", [MLP, lambda: nn.Sequential(MLP())])
+def test_a_registered_function_without_a_plan_is_named(build: Callable[[], nn.Module]) -> None:
+    register_tp_plan(MLP, lambda model, sequence_parallel: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match=r"registered for MLP by register_tp_plan\(\) gives None"):
+        apply_tensor_parallelism(build(), mesh())
+
+
+@pytest.mark.usefixtures("registry")
+def test_plans_registered_for_modules_complete_the_plan_of_the_model() -> None:
+    hf_families = pytest.importorskip("hf_families", reason="transformers is not installed")
+    model = hf_families.tiny_model("llama", tied=False)
+    model.tower = MLP()
+    register_tp_plan(MLP, lambda model, sequence_parallel: {"up": GATHERED})
+    register_tp_plan(type(model.model.layers[0].mlp), lambda model, sequence_parallel: {})
+    own = {"lm_head.weight", "model.embed_tokens.weight", "tower.up.weight"}
+    attention = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    apply_tensor_parallelism(model, mesh())
+    assert split(model) == own | {f"model.layers.{n}.{each}" for n in (0, 1) for each in attention}
+
+
+@pytest.mark.usefixtures("registry")
 def test_given_plan_beats_the_registered_one() -> None:
     register_tp_plan(MLP, plan_for)
     model = MLP()
@@ -150,6 +191,22 @@ def test_default_is_of_a_llama_and_says_so(caplog: pytest.LogCaptureFixture) -> 
     assert model.layers[1].self_attn.o_proj.weight.placements == (Shard(1),)
     assert "LikeLlama" in caplog.text
     assert "register_tp_plan" in caplog.text
+
+
+class NeedsMore(LikeLlama):
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(tokens) * mask
+
+
+def test_the_plan_of_a_llama_is_refused_where_it_cannot_be_tried() -> None:
+    model, given = NeedsMore(), "meshverse.parallel.llama_tp_plan"
+    with pytest.raises(
+        ValueError, match=rf"NeedsMore .*layers.0.self_attn.*tp_shard_plan='{given}'"
+    ):
+        apply_tensor_parallelism(model, mesh())
+    assert not split(model)
+    apply_tensor_parallelism(model, mesh(), given)
+    assert "layers.0.self_attn.q_proj.weight" in split(model)
 
 
 def test_no_llama_is_refused() -> None:

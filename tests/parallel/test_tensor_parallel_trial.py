@@ -27,6 +27,7 @@ from meshverse.parallel import (
     Replicated,
     ReplicatedWithGradAllreduce,
     apply_tp_plan,
+    get_hf_tp_shard_plan,
 )
 
 INNER = 16
@@ -385,6 +386,63 @@ class OwnGradientLater(MLP):
         self.down.weight.register_post_accumulate_grad_hook(lambda weight: None)
 
 
+class SummedTwice(MLP):
+    """A scale of a rank's own features, and a penalty of it, of which all ranks have the whole."""
+
+    def build(self) -> None:
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self.down(self.up(hidden).sigmoid() * self.scale), self.scale.square()
+
+
+class ReadsWeight(MLP):
+    """A rank would read the largest value of its own part, without an error."""
+
+    def between(self, inner: Tensor) -> Tensor:
+        bound = self.up.weight.detach().abs().max().item()
+        return inner.clamp(-bound, bound)
+
+
+class AsksForDtype(MLP):
+    def between(self, inner: Tensor) -> Tensor:
+        weight = self.down.weight
+        return inner.to(weight.device, weight.dtype).sigmoid() / weight.shape[1]
+
+
+class OwnLoss(MLP):
+    """A name that transformers' models have, too."""
+
+    def loss_function(self, output: Tensor) -> Tensor:
+        return output.square().mean()
+
+
+class Shares(nn.Module):
+    """Two layers with one MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = MLP()
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": each}) for each in (first, first))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer["mlp"](hidden)
+        return hidden
+
+
+class SharesALayer(nn.Module):
+    """Two MLPs with one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MLP(), MLP()
+        self.second.up = self.first.up
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.second(self.first(hidden))
+
+
 class Multihead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -421,6 +479,12 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     ),
     "own layers": (OwnLayers, UP_DOWN),
     "detached": (Detached, UP_DOWN),
+    "asks for a dtype": (AsksForDtype, UP_DOWN),
+    "a loss of its own": (OwnLoss, UP_DOWN),
+    "shared by layers": (
+        Shares,
+        {f"layers.*.mlp.{name}": style for name, style in UP_DOWN.items()},
+    ),
 }
 _TRIED = "computes something else with 2 ranks' parts"
 _GRADIENT = f"{_TRIED}.*relative error of the gradient of "
@@ -468,6 +532,26 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         LayerScale,
         QKV | {"": LocalParameters(summed=["gamma"])},
         f"{_GRADIENT}'gamma'",
+    ),
+    "a penalty of a scale that is summed": (
+        SummedTwice,
+        UP_DOWN | {"": LocalParameters(summed=["scale"])},
+        f"{_GRADIENT}'scale'",
+    ),
+    "reads a weight": (ReadsWeight, UP_DOWN, f"{_TRIED}.*'up.weight' is read outside its layer"),
+    "a shared layer without a style": (
+        SharesALayer,
+        {f"first.{name}": style for name, style in UP_DOWN.items()},
+        r"\['first.up', 'second.up'\] are one module.*same style under each name",
+    ),
+    "a shared layer with two styles": (
+        SharesALayer,
+        {
+            "first.up": ColwiseParallel(output_layouts=Replicate()),
+            "second.up": ColwiseParallel(),
+            "second.down": RowwiseParallel(),
+        },
+        r"\['first.up', 'second.up'\] are one module.*same style under each name",
     ),
     "tied": (Tied, UP_DOWN, "are one parameter, but the plan would split it in different ways"),
     "parametrized": (Normalized, UP_DOWN, "down: RowwiseParallel.* splits a weight, which Param"),
@@ -740,6 +824,69 @@ def test_a_layer_that_its_number_alone_makes_wrong_is_found(kind: type[Noted]) -
         tried(*(kind(number, "odd" if number % 2 else "even") for number in range(6)))
 
 
+class Asked(MLP):
+    """Computes something else if it is asked to."""
+
+    def forward(self, hidden: Tensor, softmax: bool = False) -> Tensor:
+        inner = self.up(hidden)
+        return self.down(inner.softmax(-1) if softmax else inner.sigmoid())
+
+
+class Asks(nn.Module):
+    """Runs its layers, and the last one again in another way."""
+
+    def __init__(self, n_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Asked() for _ in range(n_layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.layers[-1](hidden, softmax=True)
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+def test_each_kind_of_call_is_tried(n_layers: int) -> None:
+    model = make(lambda: Asks(n_layers))
+    with fake_world(2), pytest.raises(ValueError, match=rf"'layers.{n_layers - 1}' .*{_TRIED}"):
+        apply_tp_plan(model, mesh_of_two(), _LAYERS)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+class NeedsMask(nn.Module):
+    """A model that no trial can run, around a module that it could run by itself."""
+
+    def __init__(self, beside: nn.Module | None = None) -> None:
+        super().__init__()
+        self.mlp, self.beside = Asked(), beside
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return self.mlp(hidden * mask, softmax=True)
+
+
+_MLP: Plan = {f"mlp.{name}": style for name, style in UP_DOWN.items()}
+
+
+def test_modules_that_the_model_does_not_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(make(NeedsMask), mesh_of_two(), _MLP)
+    (said,) = warnings_of(caplog)
+    assert "no run of the model on token ids or hidden states calls it': ['mlp']" in said
+
+
+def test_a_model_with_a_plan_inside_speaks_for_its_own_modules_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hf_families = pytest.importorskip("hf_families", reason="transformers is not installed")
+    inner = hf_families.tiny_model("llama", tied=False)
+    plan = {f"beside.{key}": each for key, each in get_hf_tp_shard_plan(inner).items()}
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(NeedsMask(inner), mesh_of_two(), plan | _MLP)
+    (said,) = warnings_of(caplog)
+    assert "['mlp']" in said
+    assert "beside" not in said
+
+
 class OwnError(Exception):
     pass
 
@@ -772,12 +919,27 @@ def test_models_without_values_are_tried_too() -> None:
     assert isinstance(right.up.weight, DTensor)
 
 
-def test_a_trial_holds_no_weights_of_the_whole_model() -> None:
+class WithLargeLayers(Masked):
+    """Half a terabyte of layers behind others, and a head that does not run."""
+
+    def __init__(self, inner: Callable[[], nn.Module]) -> None:
+        super().__init__(inner)
+        self.wide, self.narrow = nn.Linear(WIDTH, 2**20), nn.Linear(2**20, 2**17)
+        self.last, self.head = nn.Linear(2**17, WIDTH), nn.Linear(2**20, 2**17)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.last(self.narrow(self.wide(super().forward(tokens))))
+        return super().forward(hidden.argmax(-1))
+
+
+def test_a_trial_holds_no_weights_of_the_whole_model(caplog: pytest.LogCaptureFixture) -> None:
     with torch.device("meta"):
-        model = Masked(MaskedSoftmax)
-        model.head = nn.Linear(2**20, 2**17)  # of half a terabyte
-    with fake_world(2), pytest.raises(ValueError, match=rf"'layers.0' .*{_TRIED}"):
-        apply_tp_plan(model, mesh_of_two(), _LAYERS)
+        wrong, right = (WithLargeLayers(each) for each in (MaskedSoftmax, WithMask))
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        with pytest.raises(ValueError, match=rf"'layers.0' .*{_TRIED}"):
+            apply_tp_plan(wrong, mesh_of_two(), _LAYERS)
+        apply_tp_plan(right, mesh_of_two(), _LAYERS)
+    assert not warnings_of(caplog)
 
 
 class Rotary(WithMask):

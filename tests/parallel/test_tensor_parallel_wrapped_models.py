@@ -88,6 +88,13 @@ def test_lora_in_models_whose_plans_gather(crew: Crew, family: str) -> None:
         assert error < EXACT
 
 
+@pytest.mark.parametrize("family", in_tiers(["deepseek_v2", "deepseek_v3"], ["deepseek_v2"]))
+def test_lora_of_layers_that_stay_whole_equals_one_process(crew: Crew, family: str) -> None:
+    for error, split, _ in crew.run(error_of, 2, "lora of latents", family, {}):
+        assert error < EXACT
+        assert split
+
+
 def vision_model() -> nn.Module:
     """A tiny vision-language model, the same each time."""
     text = hf_families.tiny_config("qwen3", tied=False).to_dict()

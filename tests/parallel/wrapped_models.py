@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -101,6 +102,8 @@ def make(kind: str, family: str = "qwen3") -> nn.Module:
         return PeftLike(inject_lora(model, (*ATTENTION, *MLP)))
     if kind == "lora of attention":
         return PeftLike(inject_lora(model, ATTENTION))
+    if kind == "lora of latents":
+        return PeftLike(inject_lora(model, LATENTS))
     if kind == "lora with head":
         return PeftLike(inject_lora(model, (*MLP, "lm_head")))
     if kind == "lora in place":

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from .trial import Part, PartOfExperts
@@ -142,6 +141,27 @@ def dispatch(routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) 
     return sum_choices(torch.cat([own, others.to(own.dtype)])[order.argsort()], routing)
 
 
+def differentiable_once(output: Tensor) -> Tensor:
+    """Return experts' output, through which second-order gradients raise RuntimeError.
+
+    They would lack terms: autograd records neither an all-to-all nor what DTensors do in backward.
+    torch's `once_differentiable` would raise in a second `backward()`, and not in a second
+    `torch.autograd.grad()`. So this raises in the first one, if it has `create_graph=True`.
+    """
+    if output.requires_grad:
+        output.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _refuse_second_order(gradient: Tensor) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "create_graph=True, but gradients go through experts that are split over ranks, and "
+            "second-order gradients would lack the terms of other ranks. Compute them on one "
+            "process."
+        )
+
+
 def exchange(
     tensors: Sequence[Tensor],
     sent: Sequence[int],
@@ -176,7 +196,6 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(sent, received, group, tensors)
 
     @staticmethod
-    @once_differentiable  # torch records no all-to-all, so second-order gradients would lack terms
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         sent, received, group = ctx.back
         return None, None, None, *_exchanged(sent, received, group, gradients)

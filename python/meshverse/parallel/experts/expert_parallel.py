@@ -35,6 +35,7 @@ from .dispatch import (
     Routing,
     Run,
     arguments_of,
+    differentiable_once,
     dispatch,
     exchange,
     read_routing,
@@ -68,10 +69,10 @@ class _WholeExperts(StackedStyle[PartOfExperts]):
         with replaced_attributes(experts, {**local, **answer.numbers}):
             own = partial(_run_rows if answer.form == "rows" else _run, experts, answer)
             if not answer.ignores_zeros:
-                return self.combine(routing, answer, mesh, own)
+                return differentiable_once(self.combine(routing, answer, mesh, own))
             routed = routing.hidden.detach().any(-1).nonzero().squeeze(-1)
             some = routing.map(lambda each: each[routed])
-            output = self.combine(some, answer, mesh, own)
+            output = differentiable_once(self.combine(some, answer, mesh, own))
             return output.new_zeros(routing.hidden.shape).index_copy(0, routed, output)
 
     def ask(self, name: str, module: nn.Module, size: int) -> PartOfExperts:

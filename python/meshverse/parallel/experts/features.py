@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshverse.parallel.styles.local_styles import replaced_attributes, sum_gradients
 
-from .dispatch import arguments_of, exchange
+from .dispatch import arguments_of, differentiable_once, exchange
 from .stacked import DOWN, StackedStyle
 from .trial import PartOfFeatures, ask_for_features
 
@@ -71,7 +71,7 @@ class ExpertFeaturesParallel(StackedStyle[PartOfFeatures]):
         with replaced_attributes(module, {**local, **answer.numbers}):
             output = type(module).forward(module, *values)
         whole = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-        return whole.redistribute(placements=[Replicate()]).to_local()
+        return differentiable_once(whole.redistribute(placements=[Replicate()]).to_local())
 
 
 def _implementation_of(module: nn.Module) -> str | None:

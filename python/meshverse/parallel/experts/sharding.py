@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.utils import clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as torch_total_norm
 
@@ -185,16 +185,31 @@ def get_total_norm(
 def _norm_on_one_mesh(some: Sequence[Any], norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of DTensors with one mesh and placements, or of plain tensors."""
     first = some[0]
-    placements = first.placements if isinstance(first, DTensor) else ()
-    if norm_type == math.inf and placements and not any(each.is_partial() for each in placements):
-        # torch's norm raises on a rank whose local tensor is empty.
-        own = [each.to_local().detach().abs() for each in some]
-        largest = torch.stack([e.max() if e.numel() else e.new_zeros(()) for e in own]).max()
-        over = [each if each.is_replicate() else Partial("max") for each in placements]
-        norm: Any = DTensor.from_local(largest, first.device_mesh, over, run_check=False)
-    else:
-        norm = torch_total_norm(some, norm_type, False, foreach)
+    if norm_type == math.inf and isinstance(first, DTensor):
+        return _largest(some)
+    norm = torch_total_norm(some, norm_type, False, foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _largest(some: Sequence[DTensor]) -> Tensor:
+    """Return the largest absolute value of DTensors with one mesh and placements; nan if any is.
+
+    torch's norm raises on a rank whose local tensor is empty, and loses the nan of some ranks: the
+    maximum over ranks is that of the others (gloo and NCCL). So nan is reduced as a value beside.
+    """
+    mesh, given = some[0].device_mesh, some[0].placements
+    whole = tuple(Replicate() if each.is_partial() else each for each in given)
+    if whole != given:
+        some = [each.redistribute(placements=whole) for each in some]
+    own = [each.to_local().detach().abs() for each in some]
+    largest = torch.stack(
+        [each.max() if each.numel() else each.new_zeros(()) for each in own]
+    ).max()
+    pair = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().to(largest.dtype)])
+    over = [each if each.is_replicate() else Partial("max") for each in whole]
+    largest, is_nan = DTensor.from_local(pair, mesh, over, run_check=False).full_tensor()
+    norm: Tensor = largest.masked_fill(is_nan > 0, math.nan)
+    return norm
 
 
 def clip_grad_norm_(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshverse.parallel.models.dropout import WithoutDropout
+from meshverse.parallel.models.modules import child_name
 
 from .stacked import DOWN, StackedExperts
 
@@ -37,6 +38,7 @@ _NUMBERS = 4  # at most, of attributes of which each subset is tried
 _TRANSFORMERS = "For experts of transformers, use transformers 5.0 or newer."
 
 _Values = dict[str, int]
+_Tensors = dict[str, Tensor]  # by name
 _Case = TypeVar("_Case")
 
 # Inputs of a forward: only rows, equally many for each expert; hidden states and each token's
@@ -114,6 +116,9 @@ class _Probe:
         self.ids, self.hidden, self.router = self._inputs()
         self._twins: list[nn.Module] = []  # that were run on parts
         self._expected: list[Tensor] = []  # gradients of the inputs, if they are known
+        # Buffers and other tensors of the module, before and after a run as a whole.
+        self.initial: _Tensors = {}
+        self.kept: _Tensors = {}
 
     def _random(self, *shape: int) -> Tensor:
         given = torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu")
@@ -177,7 +182,9 @@ class _Probe:
 
     def whole(self) -> Tensor:
         """Return the output for all tokens with all weights, after checking that it has values."""
+        self.initial = self._kept_by(self._twin({}))
         output = self.run(self.hidden, self.ids, self.router)
+        self.kept = self.kept_last()
         if not output.any(-1).all() or not isfinite(output.float().norm().item()):
             raise _Problem("gives zeros, infinite values or nan for random tokens")
         try:
@@ -188,6 +195,18 @@ class _Probe:
             self._expected = []
         self._twins.clear()
         return output
+
+    def kept_last(self) -> _Tensors:
+        """Return the buffers and other tensors of the module after the last run."""
+        return self._kept_by(self._twins[-1])
+
+    def _kept_by(self, module: nn.Module) -> _Tensors:
+        return {
+            child_name(name, own): each.detach().clone()
+            for name, inside in module.named_modules()
+            for own, each in {**inside._buffers, **vars(inside)}.items()
+            if isinstance(each, Tensor) and (name or own not in self.experts.names)
+        }
 
     def equal(self, seen: Tensor, expected: Tensor) -> bool:
         """Whether two outputs differ by rounding only."""
@@ -243,6 +262,7 @@ class _Probe:
             name: None if each is None else copy.deepcopy(each).to(self.device).train()
             for name, each in self.module._modules.items()
         }
+        state |= {name: each.clone() for name, each in state.items() if isinstance(each, Tensor)}
         state |= {"training": True, **attributes}
         return twin
 
@@ -254,6 +274,26 @@ class _Probe:
         if buffer.is_meta:
             raise _Problem(f"has the buffer {name!r} without values, on the meta device")
         return buffer.clone().to(self.device)
+
+
+def _check_same(seen: _Tensors, expected: _Tensors) -> None:
+    """Check that a forward leaves the tensors that it should in the module's attributes.
+
+    Raises:
+        _Problem: some are others.
+    """
+    names = sorted(expected.keys() | seen.keys())
+    if other := [each for each in names if not _are_equal(seen.get(each), expected.get(each))]:
+        raise _Problem(
+            f"changes its {other}, and would do so by the rows or features of one rank, so that "
+            "the module around it must keep or count what is needed"
+        )
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 @torch.enable_grad()
@@ -275,6 +315,7 @@ def ask_for_experts(
     probe = _probe(name, module, experts, own, _STEP)
     try:
         whole = probe.whole()
+        _check_same(probe.kept, probe.initial)
         if probe.form == "all":
             raise _Problem("takes weights for all experts")
         common = (experts, probe.form, _has_identity(probe))
@@ -429,6 +470,7 @@ def _is_sum_of_features(probe: _Probe, whole: Tensor, part: PartOfFeatures, size
                 own = torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
             parameters[name] = own.contiguous().expand(each.size(0), *own.shape)
         rows = probe.run(probe.hidden, probe.ids, probe.router, parameters, part.numbers)
+        _check_same(probe.kept_last(), probe.kept)
         total = total + rows
     return probe.is_whole(total, whole)
 

@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+# What each of transformers' models has, and a user's own with one of them need not.
+_OF_PRETRAINED = ("loss_function", "get_output_embeddings")
+
 
 class SplitLogits(ColwiseParallel):
     """Style of a language model's head: its logits are split in training, and gathered in eval.
@@ -39,13 +42,14 @@ def accept_split_logits(model: nn.Module, heads: Collection[nn.Module]) -> None:
     """Let models of transformers compute the loss of `labels=` from logits that are DTensors.
 
     Args:
-        model: model, in which each module that has a `loss_function`, as transformers' models do,
-            and one of the heads for output embedding gets a loss function for DTensors.
+        model: model, in which each module that has a `loss_function` and `get_output_embeddings`,
+            as transformers' models do, and one of the heads for output embedding gets a loss
+            function for DTensors. Other modules keep theirs.
         heads: layers whose outputs are DTensors.
     """
     for module in model.modules():
         # Not getattr(module): wrappers forward it to the model inside.
-        if not hasattr(type(module), "loss_function"):
+        if not all(hasattr(type(module), name) for name in _OF_PRETRAINED):
             continue
         pretrained: Any = module
         head = pretrained.get_output_embeddings()

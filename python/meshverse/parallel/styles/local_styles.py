@@ -108,6 +108,10 @@ class LocalParameters(CheckedStyle):
         summed: names of own parameters that work on a rank's own heads or features: they are
             replicated, and their gradients are summed over the ranks.
 
+    Raises:
+        TypeError: a placement is neither `Shard` nor `Replicate`, or `summed` is a str.
+        ValueError: a name is in both.
+
     Example:
         >>> LocalParameters({"sinks": Shard(0), "heads": Shard(0)}, summed=["temperature"])
         LocalParameters({'sinks': Shard(dim=0), 'heads': Shard(dim=0), 'temperature': 'summed'})
@@ -122,6 +126,16 @@ class LocalParameters(CheckedStyle):
         self.summed = tuple(summed)
         if both := [name for name in self.summed if name in self.placements]:
             raise ValueError(f"{both} have a placement and are in summed=. Name each of them once.")
+        if wrong := {
+            name: each
+            for name, each in self.placements.items()
+            if type(each) not in (Shard, Replicate)
+        }:
+            raise TypeError(
+                f"LocalParameters has the placements {wrong}: each must be Shard(dim) or "
+                "Replicate(). If the gradients of a parameter that all ranks have must be summed, "
+                "name it in summed= instead."
+            )
 
     def placements_of(self, module: nn.Module) -> Mapping[str, Placement]:
         """Return the placement of each parameter that becomes a DTensor, by name."""
@@ -147,7 +161,15 @@ class LocalParameters(CheckedStyle):
                     f"{name!r} has no parameter {own_name!r} of its own, only {[*own]}. Correct "
                     "the name in LocalParameters."
                 )
-            if isinstance(placement, Shard) and (n := own[own_name].size(placement.dim)) % size:
+            if not isinstance(placement, Shard):
+                continue
+            shape = own[own_name].shape
+            if not -len(shape) <= placement.dim < len(shape):
+                raise ValueError(
+                    f"{name}.{own_name}: {placement} names no dim of its shape {tuple(shape)}. "
+                    "Correct the dim in LocalParameters."
+                )
+            if (n := shape[placement.dim]) % size:
                 raise ValueError(
                     f"{name}.{own_name}: size {n} of dim {placement.dim} is not divisible by the "
                     f"{size} ranks of tensor parallelism. Use a number of ranks that divides it."

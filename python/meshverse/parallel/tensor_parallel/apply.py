@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from inspect import getattr_static
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshverse._torch_compat.module_hooks import has_gradient_hooks
-from meshverse.parallel.experts.stacked import refuse_adapters
+from meshverse.parallel.experts.stacked import StackedStyle, refuse_adapters
 from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
     BASE_LAYER,
@@ -38,11 +38,17 @@ from meshverse.parallel.models.modules import (
     nearest_name,
     parent_name,
 )
-from meshverse.parallel.styles.local_styles import CheckedStyle, LocalParameters
+from meshverse.parallel.styles.local_styles import (
+    CheckedStyle,
+    LocalParameters,
+    Replicated,
+    SharedKeyGradAllreduce,
+)
 
-from .hf_plan import has_hf_plan
-from .regions import check_regions, has_local_output, regions
-from .trial import try_plan
+from .equal_modules import style_key
+from .hf_plan import declared_styles
+from .regions import check_regions, has_local_output, regions, splits_activations
+from .trial import has_hooks_inside, styles_inside, try_plan
 
 _logger = logging.getLogger(__name__)
 # PEFT's names, by which it also saves them.
@@ -76,9 +82,10 @@ def apply_tp_plan(
     - If an entry of the plan does not fit the model, nothing is changed.
     - Between a column-wise and a row-wise layer, each rank computes with its own heads or features.
       A parameter there without an entry is an error: the plan must say how its gradients add up.
-    - Each different module around split layers is tried: on random weights, the parts of all ranks
-      must give the outputs and gradients of the whole module. Its inputs are those that it gets in
-      a run of a copy of the model on token ids, or hidden states.
+    - Each different call of a module around split layers is tried: on random weights, the parts of
+      all ranks must give the outputs and gradients of the whole module. Calls are those in a run of
+      a copy of the model on token ids, or hidden states. A warning names modules that are not
+      tried, with the reason, unless transformers' own plan for the model has the same styles there.
     - Attributes for the number of heads are set to the number on one rank. An int attribute that
       may count heads under another name is an error, unless the plan names it in `LocalParameters`.
     - LoRA layers are split together with the layer that they adapt.
@@ -99,8 +106,9 @@ def apply_tp_plan(
         TypeError: a value of the plan is not a parallel style.
         ValueError: an entry matches no module, a style does not fit its module, a parameter or a
             number of heads between split layers has no entry, sizes or heads are not divisible by
-            the number of ranks, modules that share a parameter would split it differently, or a
-            module computes something else, or other gradients, with parts of its features.
+            the number of ranks, modules that share a parameter, or parents that share a module,
+            would split it differently, or a module computes something else, or other gradients,
+            with parts of its features.
     """
     given: Mapping[str, Any] = plan
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
@@ -109,12 +117,29 @@ def apply_tp_plan(
             f"The tensor-parallel plan has {wrong}: all values must be parallel styles. "
             "translate_to_torch_parallel_style() returns a style for transformers' name of it."
         )
-    planned = _styles_by_module(model, plan, strict)
+    _apply(model, tp_mesh, _styles_by_module(model, plan, strict), is_guess=False)
+
+
+def apply_guessed_plan(
+    model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
+) -> None:
+    """Split a model as `apply_tp_plan`, by a plan that neither the user nor the model gave.
+
+    Raises:
+        ValueError: as there, or a module with split activations was not compared with itself.
+    """
+    _apply(model, tp_mesh, _styles_by_module(model, plan, strict=True), is_guess=True)
+
+
+def _apply(
+    model: nn.Module, tp_mesh: DeviceMesh, planned: dict[str, ParallelStyle], *, is_guess: bool
+) -> None:
     styles = {
         own: own_style
         for name, style in planned.items()
         for own, own_style in _styles_inside(name, model.get_submodule(name), style).items()
     }
+    own_names = _own_names(model, styles)
     for name, style in styles.items():
         places = (parent_name(name), *([name] if isinstance(style, LocalParameters) else []))
         if any(isinstance(model.get_submodule(each), nn.MultiheadAttention) for each in places):
@@ -139,19 +164,11 @@ def apply_tp_plan(
     for module, attribute, count in local_heads:
         counts.setdefault(id(module), {})[attribute] = count
     untried = try_plan(model, planned, counts, tp_mesh.size())
-    if untried and not has_hf_plan(model):
-        _logger.warning(
-            "%s: it was not tried whether ranks' parts of %s give the same, as their forward runs "
-            "neither in the model, given token ids or hidden states, nor on hidden states alone, "
-            "or they have hooks, or layers with other styles. Compare a loss and gradients with "
-            "one process.",
-            type(model).__name__,
-            untried[:6],
-        )
+    _report(model, planned, untried, is_guess=is_guess)
 
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
-    for name, style in styles.items():
-        parallelize_module(model.get_submodule(name), tp_mesh, style)
+    for name in own_names:
+        parallelize_module(model.get_submodule(name), tp_mesh, styles[name])
     for name in frozen:  # torch's SequenceParallel unfreezes them
         model.get_parameter(name).requires_grad_(False)
     for module, attribute, count in local_heads:
@@ -201,6 +218,77 @@ def _styles_by_module(
     if absent:
         _logger.warning("%s has no modules %s: the plan's entries are ignored.", name, absent)
     return {name: plan[key] for key, found in names.items() for name in found}
+
+
+def _own_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[str]:
+    """Return one name of each module that has a style, of which parents may share some.
+
+    Raises:
+        ValueError: a module has other styles under its other names; or its style splits
+            activations, and a parent that shares it has no style for it.
+    """
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    shared = [each for each in names.values() if len(each) > 1]
+    doubled: set[str] = set()
+    for each in shared:
+        first, *others = [name for name in each if name in styles] or [""]
+        parents = {id(model.get_submodule(parent_name(name))) for name in (first, *others)}
+        lacking = [n for n in each if id(model.get_submodule(parent_name(n))) not in parents]
+        keys = {style_key(styles[name]) for name in (first, *others) if name in styles}
+        splits = first in styles and splits_activations(styles[first])
+        if len(keys) > 1 or (splits and lacking):
+            given = {name: styles.get(name) for name in each}
+            raise ValueError(
+                f"{each} are one module, for which the plan has the styles {given}. A module that "
+                "several parents share is split once: give it the same style under each name."
+            )
+        doubled |= {*others}
+    return [name for name in styles if name not in doubled]
+
+
+def _keys(styles: Mapping[str, ParallelStyle]) -> dict[str, Hashable]:
+    """Return what is equal for equal styles, but of experts, which may be handed out otherwise."""
+    kept = {name: each for name, each in styles.items() if not isinstance(each, StackedStyle)}
+    return {name: style_key(each) for name, each in kept.items()}
+
+
+def _report(
+    model: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    untried: Mapping[str, str],
+    *,
+    is_guess: bool,
+) -> None:
+    """Warn of modules that were not compared, or refuse them, unless transformers declares them.
+
+    Raises:
+        ValueError: the plan is a guess.
+    """
+    if not untried:
+        return
+    declared = declared_styles(model)
+    by_reason: dict[str, list[str]] = {}
+    for region, reason in untried.items():
+        given, own = (_keys(styles_inside(region, model, each)) for each in (styles, declared))
+        if given != own or has_hooks_inside(model.get_submodule(region)):
+            by_reason.setdefault(reason, []).append(region)
+    shown = {reason: names[:6] for reason, names in by_reason.items()}
+    if shown and is_guess:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor-parallel plan, and Llama's cannot be compared "
+            f"with one process for all its modules, by reason: {shown}. If you know that it is "
+            "right, give it as yours: tp_shard_plan='meshverse.parallel.llama_tp_plan'; or "
+            "register a plan with register_tp_plan()."
+        )
+    if shown:
+        _logger.warning(
+            "%s: it was not tried whether ranks' parts of some modules give the same. By reason: "
+            "%s. Compare a loss and gradients with one process.",
+            type(model).__name__,
+            shown,
+        )
 
 
 def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
@@ -411,8 +499,8 @@ def _styles_inside(name: str, module: nn.Module, style: ParallelStyle) -> dict[s
             "with a head or embedding that is tied to it; or give modules_to_save instead, to "
             "train all tokens."
         )
-    if adapted(module) is module:
-        return {name: style}
+    if adapted(module) is module or isinstance(style, Replicated | SharedKeyGradAllreduce):
+        return {name: style}  # these styles leave parameters as they are, and so adapters, too
     refuse_adapters(name, module)
     known = {
         f"{side}.{adapter}": child

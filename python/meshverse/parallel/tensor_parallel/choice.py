@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -35,7 +35,7 @@ from meshverse.parallel.models.modules import (
 )
 from meshverse.parallel.styles.local_styles import GatherTokens, SplitTokens
 
-from .apply import apply_tp_plan
+from .apply import apply_guessed_plan, apply_tp_plan
 from .gaps import fill_gaps
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
 
@@ -53,9 +53,10 @@ def register_tp_plan(model_class: type[nn.Module], function: PlanFunction) -> No
     """Register a tensor-parallel plan for models of a class.
 
     Args:
-        model_class: class of the models; subclasses without a registered plan are included.
+        model_class: class of the models; subclasses without a registered plan are included. A
+            model that has a plan of its own may contain modules of this class.
         function: function that is called as `function(model, sequence_parallel)`, and returns the
-            plan.
+            plan; {} splits nothing.
 
     Example:
         >>> register_tp_plan(MyModel, lambda model, _: {"up": ColwiseParallel()})  # doctest: +SKIP
@@ -79,7 +80,8 @@ def apply_tensor_parallelism(
         tp_mesh: 1-D mesh.
         tp_shard_plan: the plan, its import path, or a function that returns it, called without
             arguments or with the model and `sequence_parallel`. By default the plan registered for
-            the model's class; else the model's own plan; else Llama's plan, with a warning.
+            the model's class; else the model's own plan, with the plans registered for modules in
+            it in place of its entries for these; else Llama's plan, with a warning.
         sequence_parallel: whether activations between split layers are split by tokens.
         split_logits: whether the model's own plan and Llama's plan leave logits split in training
             mode, as DTensors. Other plans say this by their style of the head.
@@ -88,9 +90,11 @@ def apply_tensor_parallelism(
 
     Raises:
         TypeError: the plan is not of such a type.
-        ValueError: the plan does not fit the model, or does not support sequence parallelism.
+        ValueError: the plan does not fit the model, or does not support sequence parallelism; or
+            Llama's plan, which is a guess then, could not be compared with one process.
     """
-    plan = _choose(model, tp_shard_plan, sequence_parallel, split_logits)
+    chosen = _choose(model, tp_shard_plan, sequence_parallel, split_logits)
+    plan = _guess(model, sequence_parallel, split_logits) if chosen is None else chosen
     if any(map(_splits_tokens, plan.values())):
         _check_experts_get_all_tokens(model, plan)
     elif sequence_parallel:
@@ -109,7 +113,7 @@ def apply_tensor_parallelism(
 
     if handed_out:
         plan = {key: style for key, style in plan.items() if not is_skipped(key, style)}
-    apply_tp_plan(model, tp_mesh, plan)
+    (apply_guessed_plan if chosen is None else apply_tp_plan)(model, tp_mesh, plan)
 
 
 def _splits_tokens(style: ParallelStyle) -> bool:
@@ -136,7 +140,8 @@ def _check_experts_get_all_tokens(model: nn.Module, plan: Mapping[str, ParallelS
 
 def _choose(
     model: nn.Module, given: TPPlan | None, sequence_parallel: bool, split_logits: bool
-) -> _Plan:
+) -> _Plan | None:
+    """Return the plan that is given, registered or the model's own; None if there is none."""
     name = type(model).__name__
     found: Any = import_class_from_path(given) if isinstance(given, str) else given
     if given is not None:
@@ -151,23 +156,18 @@ def _choose(
                 "module name, its import path, or a function that returns it."
             )
         return found
-    if plan := _registered_plan(model, sequence_parallel):
-        return plan
-    if not has_hf_plan(model):
-        plan = llama_tp_plan(model, sequence_parallel, split_logits=split_logits)
-        _logger.warning(
-            "%s has no tensor-parallel plan, so it is split by Llama's plan, at %s. If that is "
-            "wrong, register a plan with register_tp_plan().",
-            name,
-            sorted(plan),
-        )
-        return plan
+    registered = dict(_registered_plans(model, sequence_parallel))
+    inside: _Plan = {key: style for plan in registered.values() for key, style in plan.items()}
+    if "" in registered or not has_hf_plan(model):
+        return inside if registered else None
     if sequence_parallel:
         raise ValueError(
             f"sequence_parallel=True, but {name}'s own plan does not support it. {_LLAMA}; for "
             "others, give your own plan."
         )
     plan = get_hf_tp_shard_plan(model, split_logits=split_logits)
+    if registered:
+        plan = _without(model, plan, registered) | inside
     layers = [f"{layer}." for layer, _ in chain.from_iterable(layer_lists(model))]
     split = [each for key in plan for each in matching_modules(model, key)]
     if layers and not any(each.startswith(tuple(layers)) for each in split):
@@ -178,16 +178,46 @@ def _choose(
     return plan
 
 
-def _registered_plan(model: nn.Module, sequence_parallel: bool, name: str = "") -> _Plan:
-    """Return the plan registered for a model's class; else the plans for modules in the model."""
+def _guess(model: nn.Module, sequence_parallel: bool, split_logits: bool) -> _Plan:
+    plan = llama_tp_plan(model, sequence_parallel, split_logits=split_logits)
+    _logger.warning(
+        "%s has no tensor-parallel plan, so it is split by Llama's plan, at %s. If that is wrong, "
+        "register a plan with register_tp_plan().",
+        type(model).__name__,
+        sorted(plan),
+    )
+    return plan
+
+
+def _registered_plans(
+    model: nn.Module, sequence_parallel: bool, name: str = ""
+) -> Iterator[tuple[str, _Plan]]:
+    """Yield the plans registered for the outermost modules of such classes, with their names.
+
+    Raises:
+        TypeError: a registered function returns no dict.
+    """
     for model_class in type(model).__mro__:
-        if model_class in _registered:
-            plan = _registered[model_class](model, sequence_parallel)
-            return {child_name(name, key): style for key, style in plan.items()}
-    plans: _Plan = {}
+        if (function := _registered.get(model_class)) is None:
+            continue
+        plan = function(model, sequence_parallel)
+        if not isinstance(plan, dict):
+            raise TypeError(
+                f"The function registered for {model_class.__name__} by register_tp_plan() gives "
+                f"{plan!r}: it must return a dict of parallel styles by module name, {{}} to split "
+                "nothing."
+            )
+        yield name, {child_name(name, key): style for key, style in plan.items()}
+        return
     for own_name, child in model.named_children() if _registered else ():
-        plans |= _registered_plan(child, sequence_parallel, child_name(name, own_name))
-    return plans
+        yield from _registered_plans(child, sequence_parallel, child_name(name, own_name))
+
+
+def _without(model: nn.Module, plan: _Plan, names: Collection[str]) -> _Plan:
+    """Return a plan without its entries for some modules, and for those inside them."""
+    found = {own: style for key, style in plan.items() for own in matching_modules(model, key)}
+    inside = tuple(f"{name}." for name in names)
+    return {own: style for own, style in found.items() if not f"{own}.".startswith(inside)}
 
 
 def llama_tp_plan(

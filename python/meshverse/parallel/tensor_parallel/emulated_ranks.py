@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.utils._pytree import tree_leaves
 
 from meshverse.parallel.models.modules import adapted, parent_name
 from meshverse.parallel.styles.local_styles import (
@@ -43,6 +44,44 @@ class NotReplicatedError(Exception):
 
 class RanAgainError(Exception):
     """A split layer runs again in backward, as torch's checkpoint does."""
+
+
+class ReadWeightError(Exception):
+    """A split layer's parameter, of which a rank has a part, is read outside the layer."""
+
+
+class _SplitWeight(Tensor):
+    """A split layer's parameter, as code outside the layer sees it: it tells its dtype and shape.
+
+    Attributes:
+        name: to name it by.
+    """
+
+    name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if function in _ABOUT_WEIGHTS:
+            plain: Any = super().__torch_function__
+            return plain(function, kinds, arguments, keywords)
+        given = tree_leaves((arguments, keywords))
+        name = next(vars(each)["name"] for each in given if isinstance(each, cls))
+        raise ReadWeightError(f"{name!r} is read outside its layer, which the plan splits.")
+
+
+_ABOUT_WEIGHTS = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size),
+    *(Tensor.__len__, torch.numel, torch.is_floating_point),
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            *("dtype", "device", "layout", "shape", "ndim"),
+            *("is_cuda", "is_meta", "is_leaf", "requires_grad"),
+        )
+    ),
+}
 
 
 @dataclass
@@ -137,8 +176,8 @@ class EmulatedRanks:
         self._placements = placements_inside(whole, styles)
         self._parameters: list[dict[str, Tensor]] = []  # outside split layers; by rank
 
-    def run(self, forward: Callable[[int, nn.Module], Tensor]) -> list[Tensor]:
-        """Return each rank's output.
+    def run(self, forward: Callable[[int, nn.Module], list[Tensor]]) -> list[list[Tensor]]:
+        """Return each rank's output, of one or more tensors.
 
         Args:
             forward: function that gives a rank's number and its module inputs, and returns the
@@ -146,6 +185,7 @@ class EmulatedRanks:
 
         Raises:
             NotReplicatedError: the ranks call different layers, or with different inputs.
+            ReadWeightError: a forward reads a split layer's parameter itself.
         """
         while True:  # all ranks run up to the next row-wise layer
             outputs, stopped = [], []
@@ -168,8 +208,13 @@ class EmulatedRanks:
                 raise NotReplicatedError(f"Some ranks call {sorted(names)}, and others do not.")
             self._add_row_wise(stopped[0].name, [each.features for each in stopped])
 
-    def backward(self, outputs: list[Tensor], gradient: Tensor) -> None:
-        """Accumulate the gradients of all inputs and parameters, given that of the output.
+    def backward(self, outputs: list[list[Tensor]], given: Mapping[int, Tensor]) -> None:
+        """Accumulate the gradients of all inputs and parameters.
+
+        Args:
+            outputs: each rank's.
+            given: the gradients of some tensors of an output, which are the same on all ranks, by
+                their numbers.
 
         Raises:
             NotReplicatedError: ranks have different gradients of a row-wise layer's output.
@@ -177,20 +222,20 @@ class EmulatedRanks:
         """
         self._is_backward = True
         for output in outputs:
-            _backward(output, gradient)
+            backward(output, given)
         for call in reversed(self._calls):
             each = range(self._size)
             if all(call.after[rank].grad is None for rank in each):
                 continue
-            given = [
+            seen = [
                 torch.zeros_like(after) if after.grad is None else after.grad
                 for after in map(call.after.__getitem__, each)
             ]
             for before, its in zip(
-                map(call.before.__getitem__, each), self._gradients(call, given), strict=True
+                map(call.before.__getitem__, each), self._gradients(call, seen), strict=True
             ):
                 if its is not None:
-                    _backward(before, its)
+                    backward([before], {0: its})
 
     def gradients(self) -> dict[str, list[Tensor | None]]:
         """Return, by name, each rank's gradient of the parameters outside split layers.
@@ -234,6 +279,8 @@ class EmulatedRanks:
                 setattr(module.get_submodule(name), attribute, value)
         for name, style in self._styles.items():
             inside = module.get_submodule(name)
+            if isinstance(style, _SPLIT):
+                _hide_parameters(inside, name)
             if isinstance(style, _COLUMN_WISE):
                 inside.forward = partial(self._column_wise, rank, name)
             elif isinstance(style, _ROW_WISE):
@@ -329,10 +376,24 @@ def relative_error(seen: Tensor | None, expected: Tensor, floor: float = 0.0) ->
     return difference and difference / max(float(expected.norm()), floor, 1e-30)
 
 
+def _hide_parameters(layer: nn.Module, name: str) -> None:
+    """Let code outside a split layer see no values of its parameters."""
+    for prefix, inside in layer.named_modules(prefix=name):
+        table: dict[str, Any] = inside._parameters
+        for own, parameter in table.items():
+            if parameter is not None:
+                table[own] = parameter.detach().as_subclass(_SplitWeight)
+                vars(table[own])["name"] = f"{prefix}.{own}"
+
+
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
-def _backward(tensor: Tensor, gradient: Tensor) -> None:
-    if tensor.requires_grad:  # segments before it may be shared with other calls
-        torch.autograd.backward([tensor], [gradient], retain_graph=True)
+def backward(tensors: list[Tensor], given: Mapping[int, Tensor]) -> None:
+    """Accumulate gradients, given those of some of the tensors, by their numbers."""
+    wanted = [n for n in given if tensors[n].requires_grad]
+    if wanted:  # segments before them may be shared with other calls
+        torch.autograd.backward(
+            [tensors[n] for n in wanted], [given[n] for n in wanted], retain_graph=True
+        )

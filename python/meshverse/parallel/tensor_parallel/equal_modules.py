@@ -1,4 +1,4 @@
-"""Modules of a model that compute the same, with other weights.
+"""Modules of a model that compute the same in a call, with other weights.
 
 Modules have one form if their trees have the same classes, shapes of parameters and buffers, values
 of buffers, and styles. Modules of one form differ only by attributes, such as the number of a
@@ -18,13 +18,13 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Placement)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Placement)
 
 Attribute = tuple[str, str]  # name of the module that has it, and its own
 
 
 class SameForm:
-    """Modules of one form, of which some were run.
+    """Modules of one form that are called alike, of which some were run.
 
     Args:
         name: of the first module.
@@ -70,22 +70,24 @@ class SameForm:
 
 
 def add_to_forms(
-    forms: dict[Hashable, list[SameForm]],
+    forms: dict[tuple[Hashable, Hashable], list[SameForm]],
+    call: Hashable,
     name: str,
     module: nn.Module,
     styles: Mapping[str, ParallelStyle],
     counts: Mapping[int, Mapping[str, int]],
 ) -> None:
-    """Add a module to those of the same form.
+    """Add a module to those of the same form that are called alike.
 
     Args:
-        forms: of all modules so far.
+        forms: of all modules so far, by what is equal in their calls, and in their trees.
+        call: what equal calls have in common.
         name: of the module in its model.
         module: to add.
         styles: of the modules in it, by name.
         counts: attributes that a rank has with other values, by the id of their module.
     """
-    known = forms.setdefault(_key(module, styles, counts), [])
+    known = forms.setdefault((call, _key(module, styles, counts)), [])
     for form in known:
         if _have_equal_buffers(module, form.first):
             form.add(name, module)
@@ -139,7 +141,7 @@ def _key(
             own,
             type(each),
             _plain(dict(counts.get(id(each), {}))),
-            (type(style), _plain(vars(style))) if (style := styles.get(own)) else None,
+            style_key(style) if (style := styles.get(own)) else None,
         )
         for own, each in module.named_modules()
     ]
@@ -152,13 +154,18 @@ def _key(
     return tuple(modules), tuple(parameters), tuple(buffers)
 
 
+def style_key(style: ParallelStyle) -> Hashable:
+    """Return what is equal for styles of one class and with the same settings."""
+    return type(style), _plain(vars(style))
+
+
 def _plain(value: Any) -> Hashable:
     """Return a key that is equal for equal plain values, and for one object."""
     if isinstance(value, dict):
         return dict, tuple((_plain(key), _plain(each)) for key, each in value.items())
     if isinstance(value, tuple | list):
         return type(value), tuple(map(_plain, value))
-    return type(value), value if isinstance(value, _PLAIN) else id(value)
+    return type(value), value if isinstance(value, PLAIN) else id(value)
 
 
 def _have_equal_buffers(one: nn.Module, other: nn.Module) -> bool:

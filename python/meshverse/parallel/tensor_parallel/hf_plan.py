@@ -42,6 +42,7 @@ from meshverse.parallel.styles.local_styles import (
 
 from .gaps import fill_gaps
 
+_Plan = dict[str, ParallelStyle]
 _logger = logging.getLogger(__name__)
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 # transformers' styles for partial sums: of a layer that computes one, of a module that passes it
@@ -141,23 +142,38 @@ def get_hf_tp_shard_plan(
         >>> get_hf_tp_shard_plan(llama)["model.layers.*.mlp.down_proj"]  # doctest: +SKIP
         RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Replicate(),), ...)
     """
-    plans = {
-        child_name(prefix, key): style
-        for prefix, module in _planned_modules(model)
-        for key, style in _completed_plan(module, split_logits).items()
-    }
-    if not plans:
+    for _, module in _planned_modules(model):
+        _warn_of_absent_experts(module)
+    plan = _plan_of(model, split_logits=split_logits)
+    if not plan:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan: it or a module in it must have a "
             "non-empty _tp_plan, as models of transformers do. Give your own plan as "
             "tp_shard_plan=, or register one with register_tp_plan()."
         )
-    return plans
+    return plan
+
+
+def _plan_of(model: nn.Module, *, split_logits: bool) -> _Plan:
+    return {
+        child_name(prefix, key): style
+        for prefix, module in _planned_modules(model)
+        for key, style in _completed_plan(module, split_logits).items()
+    }
 
 
 def has_hf_plan(model: nn.Module) -> bool:
     """Return whether a model, or a module in it, has a tensor-parallel plan from transformers."""
     return any(True for _ in _planned_modules(model))
+
+
+def declared_styles(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Return the styles of a model's modules under its own plan; none if it has none, or errs."""
+    try:
+        plan = _plan_of(model, split_logits=False)
+    except ValueError:
+        return {}
+    return {name: style for key, style in plan.items() for name in matching_modules(model, key)}
 
 
 def _planned_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -195,10 +211,6 @@ def _completed_plan(model: nn.Module, split_logits: bool) -> dict[str, ParallelS
             f"{needed}. Give a plan without them as tp_shard_plan=; then each rank has these "
             "experts as a whole."
         )
-    experts = {key: style for key, style in names.items() if style in EXPERT_STYLES}
-    absent = {key: style for key, style in experts.items() if not is_present(model, key)}
-    if absent:
-        _logger.warning("The plan of %s has entries for experts that it lacks: %s.", name, absent)
     _complete_embedding(model, present)
     parameters = {key: parameter_of(model, key) for key in present}
     plan |= {
@@ -211,6 +223,14 @@ def _completed_plan(model: nn.Module, split_logits: bool) -> dict[str, ParallelS
             dim = max(parameter.ndim + (-1 if "rowwise" in present[key] else -2), 0)
             _place_parameter(model, key, Shard(dim), plan)
     return fill_gaps(model, plan)
+
+
+def _warn_of_absent_experts(model: nn.Module) -> None:
+    experts = {key: each for key, each in _merged_plan(model).items() if each in EXPERT_STYLES}
+    absent = {key: style for key, style in experts.items() if not is_present(model, key)}
+    if absent:
+        name = type(model).__name__
+        _logger.warning("The plan of %s has entries for experts that it lacks: %s.", name, absent)
 
 
 def _complete_embedding(model: nn.Module, names: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshverse._torch_compat.module_hooks import remove_forward_hooks
 from meshverse.parallel.models.dropout import WithoutDropout
 
-_LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
+LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
 
 
 class RandomCopies:
@@ -63,7 +63,7 @@ class RandomCopies:
 
     def _weight(self, shape: torch.Size, scale: float) -> Tensor:
         """Return random numbers; for a large shape, a view in which they occur several times."""
-        if prod(shape) < _LARGE:
+        if prod(shape) < LARGE:
             return self.random(*shape) * scale
         *lead, last = shape
         offset = self._n_large % 997  # so that no two weights are equal

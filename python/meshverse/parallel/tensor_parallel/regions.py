@@ -48,6 +48,11 @@ def _has_local_input(style: ParallelStyle) -> bool:
     return isinstance(style, RowwiseParallel) and _are_features(style.input_layouts)
 
 
+def splits_activations(style: ParallelStyle) -> bool:
+    """Return whether a layer with a style gives, or takes, a rank's own part of the features."""
+    return has_local_output(style) or _has_local_input(style)
+
+
 def _are_features(layouts: tuple[Placement, ...]) -> bool:
     # Dims 0 and 1 are those of sequences and tokens.
     return any(isinstance(each, Shard) and each.dim not in (0, 1) for each in layouts)

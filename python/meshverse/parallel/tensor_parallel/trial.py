@@ -15,23 +15,22 @@ layer's weight at a time; of modules that compute the same, one is tried.
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils._pytree import tree_leaves
 
 from meshverse._torch_compat.module_hooks import has_forward_hooks
 from meshverse.parallel.models.modules import child_name
 
+from .calls import Inputs, calls_in, hidden_states
 from .emulated_ranks import (
     EmulatedRanks,
     RanAgainError,
+    ReadWeightError,
+    backward,
     is_emulated,
     placements_inside,
     relative_error,
@@ -40,8 +39,8 @@ from .equal_modules import Attribute, SameForm, add_to_forms, attributes_in, not
 from .random_copies import RandomCopies
 from .regions import closed_regions
 
+_Styles = dict[str, ParallelStyle]
 _logger = logging.getLogger(__name__)
-_SEQUENCES, _TOKENS = 2, 6
 _LARGEST_ERROR = 1e-3  # relative; a wrong forward is off by far more, rounding by less
 _SMALLEST = 1e-6  # norm of a tensor besides the output that may not be rounding alone
 _FLOOR = 1e-2  # smaller gradients, relative to the largest, may be zero but for rounding
@@ -64,6 +63,10 @@ _OF_GRADIENTS = (
     "works on a rank's own features, Replicated() or Replicate() if not); use hidden states there "
     "only through column-wise layers; or remove the module's layers from the plan."
 )
+_OF_WEIGHTS = (
+    "A rank has only a part of it, in a DTensor. Compute with the layers' outputs, keep what is "
+    "computed from whole weights in a buffer, or remove the layer from the plan."
+)
 _OF_CHECKPOINTS = (
     "Do not checkpoint a part of this module inside its forward: checkpoint the call of the whole "
     "module, or use apply_activation_checkpointing()."
@@ -74,67 +77,24 @@ class _Untried(Exception):  # noqa: N818  (no error: the module is named in a wa
     """A module's forward does not run on these inputs."""
 
 
-class _AllSeen(Exception):  # noqa: N818  (no error: it ends a run)
-    """All modules whose inputs are wanted were run."""
+def has_hooks_inside(module: nn.Module) -> bool:
+    """Return whether modules inside a module have forward hooks."""
+    return any(has_forward_hooks(each) for name, each in module.named_modules() if name)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Arguments of a forward. Those tensors require gradients that do in the model."""
+def styles_inside(region: str, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> _Styles:
+    """Return the styles of a module and of those inside it, by their names in it.
 
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    @classmethod
-    def seen(cls, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Inputs:
-        """Copy the arguments that a forward gets.
-
-        Raises:
-            Exception: an argument cannot be copied, such as a dict or cache of tensors that require
-                gradients. These may be other modules' split activations, of which a rank has some.
-        """
-        names = {name: _copied(each, _copy_of) for name, each in keywords.items()}
-        return cls(_copied(arguments, _copy_of), names)
-
-    def run(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a module's output, and the inputs that require gradients.
-
-        The output is all tensors that the forward returns, or has put into attributes.
-        """
-        leaves = []
-
-        def fresh(tensor: Tensor) -> Tensor:
-            own = _copy_of(tensor)
-            if not own.requires_grad:
-                return own
-            leaves.append(own)
-            return own.clone()  # which may be changed in place
-
-        arguments = _copied(self.arguments, fresh)
-        keywords = {name: _copied(each, fresh) for name, each in self.keywords.items()}
-        before = [*_stored(module)]
-        returned = tree_leaves(module(*arguments, **keywords))
-        stored = [each for each in _stored(module) if not any(each is old for old in before)]
-        return [each for each in (*returned, *stored) if isinstance(each, Tensor)], leaves
-
-
-def _stored(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that are attributes of modules, and neither parameters nor buffers."""
-    for inside in module.modules():
-        yield from (each for each in vars(inside).values() if isinstance(each, Tensor))
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _copied(value: Any, copy_of: Callable[[Tensor], Tensor]) -> Any:
-    """Copy arguments, with a function that copies the tensors among them."""
-    if isinstance(value, Tensor):
-        return copy_of(value)
-    if type(value) in (tuple, list):
-        return type(value)(_copied(each, copy_of) for each in value)
-    return copy.deepcopy(value)
+    Args:
+        region: name of the module.
+        model: model that has it.
+        styles: the plan, by the names of modules in the model.
+    """
+    return {
+        name: styles[own]
+        for name, _ in model.get_submodule(region).named_modules()
+        if (own := child_name(region, name) if name else region) in styles
+    }
 
 
 def try_plan(
@@ -142,12 +102,11 @@ def try_plan(
     styles: Mapping[str, ParallelStyle],
     counts: Mapping[int, Mapping[str, int]],
     size: int,
-) -> list[str]:
+) -> dict[str, str]:
     """Compare each module that contains split activations with itself, split over ranks.
 
-    Modules are tried whose styles can be emulated, on inputs that they get from the model, which is
-    run on token ids and on hidden states of shape (sequences, tokens, features) up to these
-    modules; those that it does not reach are run on such hidden states themselves.
+    Modules are tried whose styles can be emulated, on the arguments of each of their calls in a run
+    of the model; those that it does not reach are run on hidden states.
 
     Args:
         model: model that is not split yet.
@@ -156,103 +115,57 @@ def try_plan(
         size: number of ranks.
 
     Returns:
-        Names of the modules that could not be tried.
+        Why a module was not tried, or not as the model calls it; by name.
 
     Raises:
         ValueError: a module gives other outputs or gradients with its parts.
     """
     trials: dict[str, _Trial] = {}
-    forms: dict[Hashable, list[SameForm]] = {}
-    untried = set()
+    problems: dict[str, str] = {}
     for region in closed_regions(styles):
         module = model.get_submodule(region)
-        inside = {
-            name: styles[own]
-            for name, _ in module.named_modules()
-            if (own := child_name(region, name) if name else region) in styles
-        }
-        if any(has_forward_hooks(each) for name, each in module.named_modules() if name):
-            untried.add(region)  # with its hooks; without them, it is tried
+        inside = styles_inside(region, model, styles)
+        if has_hooks_inside(module):
+            problems[region] = "it has hooks, without which it is tried"
         if all(is_emulated(module.get_submodule(name), style) for name, style in inside.items()):
             trials[region] = _Trial(region, module, inside, counts, size)
-            add_to_forms(forms, region, module, inside, counts)
         else:
-            untried.add(region)
-    while chosen := {
-        region: form for some in forms.values() for form in some for region in form.to_run()
-    }:
-        inputs = _inputs_in(model, chosen)
-        for region, form in chosen.items():
-            trial = trials[region]
-            try:
-                trial.check(inputs.get(region))
-            except _Untried as reason:
-                _logger.info("%s was not tried: %s", region or type(model).__name__, reason)
-                form.has_run(region, attributes_in(trial.module))
-                untried |= {*form.equal_to(region)}
-            else:
-                form.has_run(region, () if form.is_alone() else trial.read(inputs.get(region)))
-    return [region for region in closed_regions(styles) if region in untried]
+            problems[region] = "layers in it have styles or layouts that a trial does not know"
+    calls, known = calls_in(model, trials)
+    forms: dict[tuple[Hashable, Hashable], list[SameForm]] = {}  # by call, and by form
+    for region, trial in trials.items():
+        own = calls.setdefault(region, {None: None})
+        if region not in known:
+            problems.setdefault(
+                region, "no run of the model on token ids or hidden states calls it"
+            )
+        elif None in own:
+            problems.setdefault(region, "it gets arguments that cannot be copied")
+        for call in own:
+            add_to_forms(forms, call, region, trial.module, trial.styles, counts)
+    for (call, _), some in forms.items():
+        for form in some:
+            while chosen := form.to_run():
+                for region in chosen:
+                    inputs = calls[region][call]
+                    for each, reason in _try(trials[region], form, region, inputs):
+                        problems.setdefault(each, reason)
+    return {region: problems[region] for region in closed_regions(styles) if region in problems}
 
 
-def _inputs_in(model: nn.Module, wanted: Collection[str]) -> dict[str, _Inputs]:
-    """Return the inputs that modules get in a run of the whole model, of those that it reaches."""
-    seen: dict[str, _Inputs | None] = {}
-    copies = RandomCopies(model)
+def _try(
+    trial: _Trial, form: SameForm, region: str, inputs: Inputs | None
+) -> Iterator[tuple[str, str]]:
+    """Try a module, and yield those that were not tried, with the reason, as it could not be."""
     try:
-        copied = copies.copy(model)
-    except Exception:  # noqa: BLE001  (attributes that cannot be copied raise anything)
-        return {}
-
-    def watch(name: str) -> None:
-        begun: list[_Inputs | None] = []
-
-        def before(module: nn.Module, arguments: Any, keywords: Any) -> None:
-            try:
-                begun.append(_Inputs.seen(arguments, keywords))
-            except Exception as error:  # noqa: BLE001  (what cannot be copied raises anything)
-                _logger.info("%s gets arguments that cannot be copied: %s", name, error)
-                begun.append(None)
-
-        def after(module: nn.Module, arguments: Any, output: Any) -> None:
-            seen.setdefault(name, begun[-1])
-            if len(seen) == len(wanted):
-                raise _AllSeen
-
-        inside = copied.get_submodule(name)
-        inside.register_forward_pre_hook(before, with_kwargs=True)
-        inside.register_forward_hook(after)
-
-    for name in wanted:
-        watch(name)
-    takes = inspect.signature(type(model).forward).parameters
-    keywords = {"use_cache": False} if "use_cache" in takes else {}
-    for given in _candidates(copies, model):
-        try:
-            with copies.undisturbed():
-                copied(given, **keywords)
-        except _AllSeen:  # noqa: PERF203
-            break
-        except Exception as error:  # noqa: BLE001  (a forward raises anything)
-            _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
-    return {name: each for name, each in seen.items() if each is not None}
-
-
-def _candidates(copies: RandomCopies, model: nn.Module) -> Iterator[Tensor]:
-    """Yield inputs that a model's forward may take: token ids, hidden states of each width."""
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    if tables:
-        ids = torch.arange(_SEQUENCES * _TOKENS, device=copies.device)
-        ids %= min(each.num_embeddings for each in tables)
-        yield ids.reshape(_SEQUENCES, _TOKENS)
-    for given in _hidden_states(copies, model):
-        yield from given.arguments
-
-
-def _hidden_states(copies: RandomCopies, module: nn.Module) -> Iterator[_Inputs]:
-    layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
-    for width in dict.fromkeys(each.in_features for each in layers):
-        yield _Inputs((copies.random(_SEQUENCES, _TOKENS, width).requires_grad_(),), {})
+        trial.check(inputs)
+    except _Untried as error:
+        _logger.info("%s was not tried: %s", region or type(trial.module).__name__, error)
+        form.has_run(region, attributes_in(trial.module))
+        for each in form.equal_to(region):
+            yield each, f"its forward does not run by itself: {error}"
+    else:
+        form.has_run(region, () if form.is_alone() else trial.read(inputs))
 
 
 class _Trial:
@@ -267,12 +180,12 @@ class _Trial:
         size: int,
     ) -> None:
         self._name = name or type(module).__name__
-        self.module, self._styles, self._size = module, styles, size
+        self.module, self.styles, self._size = module, styles, size
         self._counts = {
             own: counts[id(each)] for own, each in module.named_modules() if id(each) in counts
         }
 
-    def check(self, inputs: _Inputs | None) -> None:
+    def check(self, inputs: Inputs | None) -> None:
         """Check that ranks' parts give the outputs and gradients of the whole.
 
         Args:
@@ -289,7 +202,7 @@ class _Trial:
                 f"random weights): {problem}"
             )
 
-    def read(self, inputs: _Inputs | None) -> Collection[Attribute]:
+    def read(self, inputs: Inputs | None) -> Collection[Attribute]:
         """Return the attributes that the forward reads; all, if that cannot be seen."""
         read: list[set[Attribute]] = []
         try:
@@ -301,7 +214,7 @@ class _Trial:
             return attributes_in(self.module)
         return read[0]
 
-    def _problem(self, inputs: _Inputs | None, prepare: Callable[[nn.Module], None]) -> str:
+    def _problem(self, inputs: Inputs | None, prepare: Callable[[nn.Module], None]) -> str:
         """Return what is different with a rank's parts, and what to do; "" if nothing is.
 
         Raises:
@@ -313,11 +226,11 @@ class _Trial:
         except Exception as error:  # attributes that cannot be copied raise anything
             raise _Untried(f"it cannot be copied: {error!r}") from error
         prepare(whole)
-        outside = placements_inside(whole, self._styles)
+        outside = placements_inside(whole, self.styles)
         for name, parameter in whole.named_parameters():
             parameter.requires_grad_(name in outside)
         reasons = []
-        for given in [inputs] if inputs else _hidden_states(copies, whole):
+        for given in [inputs] if inputs else hidden_states(copies, whole):
             try:
                 with copies.undisturbed():
                     return self._compare(copies, whole, given)
@@ -325,32 +238,43 @@ class _Trial:
                 reasons.append(str(reason))
         raise _Untried("; ".join(reasons))
 
-    def _compare(self, copies: RandomCopies, whole: nn.Module, inputs: _Inputs) -> str:
-        expected, gradient, known = self._run_whole(copies, whole, inputs)
-        ranks = EmulatedRanks(whole, self._styles, self._counts, self._size)
+    def _compare(self, copies: RandomCopies, whole: nn.Module, inputs: Inputs) -> str:
+        expected, inputs_of_whole = self._run_whole(copies, whole, inputs)
+        ranks = EmulatedRanks(whole, self.styles, self._counts, self._size)
         leaves: dict[int, list[Tensor]] = {}  # by rank
-        others: dict[int, list[Tensor]] = {}
 
-        def forward(rank: int, module: nn.Module) -> Tensor:
+        def forward(rank: int, module: nn.Module) -> list[Tensor]:
             with copies.same_random_state():
-                (output, *others[rank]), leaves[rank] = inputs.run(module)
+                output, leaves[rank] = inputs.run(module)
             return output
 
         try:
             outputs = ranks.run(forward)
+        except ReadWeightError as failure:
+            return f"{failure} {_OF_WEIGHTS}"
         except Exception as failure:  # noqa: BLE001  (a forward raises anything)
             return f"a rank raises {type(failure).__name__}: {failure} {_IN_PLACE} {_OF_OUTPUT}"
-        error = max(relative_error(each, expected[0]) for each in outputs)
+        error = max(relative_error(each[0], expected[0]) for each in outputs)
         if not error < _LARGEST_ERROR:  # NaN, too
             return f"the relative error of the output is {error:.2g}. {_OF_OUTPUT}"
-        error = max(_error_of_others(each, expected[1:]) for each in others.values())
+        others = _same_on_ranks(outputs, expected)
+        error = max(
+            (relative_error(each[n], expected[n], _SMALLEST) for n in others for each in outputs),
+            default=0.0,
+        )
         if not error < _LARGEST_ERROR:
             return (
                 "it returns, or keeps in an attribute, another tensor besides its output, whose "
                 f"relative error is {error:.2g}. {_OF_OUTPUT}"
             )
+        given = {n: copies.random(*expected[n].shape) for n in (0, *others)}
+        backward(expected, given)
+        known = {f"{name!r}": each.grad for name, each in whole.named_parameters()}
+        known |= {_input(number): each.grad for number, each in enumerate(inputs_of_whole)}
+        for parameter in whole.parameters():
+            parameter.grad = None
         try:
-            ranks.backward(outputs, gradient)
+            ranks.backward(outputs, given)
         except RanAgainError as failure:
             return f"{failure}. {_OF_CHECKPOINTS}"
         except Exception as failure:  # noqa: BLE001
@@ -364,9 +288,9 @@ class _Trial:
         return ""
 
     def _run_whole(
-        self, copies: RandomCopies, whole: nn.Module, inputs: _Inputs
-    ) -> tuple[list[Tensor], Tensor, dict[str, Tensor | None]]:
-        """Return the output, the gradient that its first tensor is given, and gradients by name.
+        self, copies: RandomCopies, whole: nn.Module, inputs: Inputs
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the output, and the inputs that require gradients.
 
         Raises:
             _Untried: the forward does not run on the inputs.
@@ -379,29 +303,22 @@ class _Trial:
             raise _Untried(repr(error)) from error
         if not output or not output[0].isfinite().all():
             raise _Untried(f"its output is {output[:1]}")
-        gradient = copies.random(*output[0].shape)
-        if output[0].requires_grad:
-            torch.autograd.backward([output[0]], [gradient])
-        known = {f"{name!r}": each.grad for name, each in whole.named_parameters()}
-        known |= {_input(number): each.grad for number, each in enumerate(leaves)}
-        for parameter in whole.parameters():
-            parameter.grad = None
-        return [each.detach() for each in output], gradient, known
+        return output, leaves
 
 
-def _error_of_others(seen: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative error of tensors; those of a rank's own features do not count.
+def _same_on_ranks(outputs: list[list[Tensor]], expected: list[Tensor]) -> list[int]:
+    """Return which tensors besides the output must be the same on all ranks.
 
-    These have other shapes, as attention weights of fewer heads.
+    Those of a rank's own features need not: they have other shapes, as attention weights of fewer
+    heads.
     """
-    return max(
-        (
-            relative_error(own, whole, _SMALLEST)
-            for own, whole in zip(seen, expected, strict=False)
-            if own.shape == whole.shape and whole.isfinite().all()
-        ),
-        default=0.0,
-    )
+    count = min(len(expected), *map(len, outputs))
+    return [
+        n
+        for n in range(1, count)
+        if all(each[n].shape == expected[n].shape for each in outputs)
+        and expected[n].isfinite().all()
+    ]
 
 
 def _input(number: int) -> str:

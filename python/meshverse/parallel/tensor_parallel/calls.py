@@ -1,0 +1,211 @@
+"""Calls of modules inside a model, as seen in a run of a copy of the model on random weights.
+
+Two calls of equal modules compute the same if they have one key: the same structure of arguments,
+the same plain values, the same values of tensors without gradients, such as masks, and the same
+shapes of tensors with gradients, which are activations. Other objects are never the same.
+
+The run is for the sake of the arguments: of large layers, whose weights it would take long to read,
+it computes stand-ins of the same shape.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import types
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshverse.parallel.experts.stacked import describe
+
+from .equal_modules import PLAIN
+from .random_copies import LARGE, RandomCopies
+
+_logger = logging.getLogger(__name__)
+_SEQUENCES, _TOKENS = 2, 6
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of a forward. Those tensors require gradients that do in the model."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @classmethod
+    def seen(cls, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Inputs:
+        """Copy the arguments that a forward gets.
+
+        Raises:
+            Exception: an argument cannot be copied, such as a dict or cache of tensors that require
+                gradients. These may be other modules' split activations, of which a rank has some.
+        """
+        names = {name: _copied(each, _copy_of) for name, each in keywords.items()}
+        return cls(_copied(arguments, _copy_of), names)
+
+    @property
+    def key(self) -> Hashable:
+        """Key that is equal for calls which compute the same with equal modules."""
+        return _key(self.arguments), _key(self.keywords)
+
+    def run(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        """Return a module's output, and the inputs that require gradients.
+
+        The output is all tensors that the forward returns, or has put into attributes.
+        """
+        leaves = []
+
+        def fresh(tensor: Tensor) -> Tensor:
+            own = _copy_of(tensor)
+            if not own.requires_grad:
+                return own
+            leaves.append(own)
+            return own.clone()  # which may be changed in place
+
+        arguments = _copied(self.arguments, fresh)
+        keywords = {name: _copied(each, fresh) for name, each in self.keywords.items()}
+        before = [*_stored(module)]
+        returned = tree_leaves(module(*arguments, **keywords))
+        stored = [each for each in _stored(module) if not any(each is old for old in before)]
+        return [each for each in (*returned, *stored) if isinstance(each, Tensor)], leaves
+
+
+Calls = dict[Hashable, Inputs | None]  # the first ones, by key; None if they cannot be copied
+
+
+def _stored(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that are attributes of modules, and neither parameters nor buffers."""
+    for inside in module.modules():
+        yield from (each for each in vars(inside).values() if isinstance(each, Tensor))
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _copied(value: Any, copy_of: Callable[[Tensor], Tensor]) -> Any:
+    """Copy arguments, with a function that copies the tensors among them."""
+    if isinstance(value, Tensor):
+        return copy_of(value)
+    if type(value) in (tuple, list):
+        return type(value)(_copied(each, copy_of) for each in value)
+    return copy.deepcopy(value)
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        values = None if value.requires_grad else tuple(value.flatten().tolist())
+        return type(value), value.shape, value.dtype, value.device, values
+    if isinstance(value, dict):
+        return dict, tuple((key, _key(each)) for key, each in value.items())
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_key, value))
+    is_plain = isinstance(value, (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType))
+    return (type(value), value) if is_plain else object()
+
+
+def calls_in(model: nn.Module, wanted: Collection[str]) -> tuple[dict[str, Calls], set[str]]:
+    """Return the calls of modules in runs of a model, and which modules' calls are all known.
+
+    The model is run on token ids, and on hidden states of shape (sequences, tokens, features), up
+    to a run that reaches all these modules. All calls of a module are known if it was called in a
+    run that came to its end.
+    """
+    copies = RandomCopies(model)
+    try:
+        copied = copies.copy(model)
+    except Exception:  # noqa: BLE001  (attributes that cannot be copied raise anything)
+        return {}, set()
+    _use_stand_ins(copied, copies)
+    _use_no_caches(copied)
+    now: dict[str, Calls] = {}
+    for name in wanted:
+        _watch(copied.get_submodule(name), name, now)
+    found: dict[str, Calls] = {}
+    partly: dict[str, Calls] = {}
+    for given in _candidates(copies, model):
+        now.clear()
+        try:
+            with copies.undisturbed():
+                copied(given)
+        except Exception as error:  # noqa: BLE001  (a forward raises anything)
+            _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
+            partly = {**now, **partly}
+        else:
+            found = {**now, **found}
+        if len(found) == len(wanted):
+            break
+    return {**partly, **found}, {*found}
+
+
+def _watch(module: nn.Module, name: str, calls: dict[str, Calls]) -> None:
+    """Note a module's calls that come to their end."""
+    begun: list[tuple[Hashable, Inputs | None]] = []
+
+    def before(module: nn.Module, arguments: Any, keywords: Any) -> None:
+        try:
+            inputs = Inputs.seen(arguments, keywords)
+            begun.append((inputs.key, inputs))
+        except Exception as error:  # noqa: BLE001  (what cannot be copied raises anything)
+            _logger.info("%s gets arguments that cannot be copied: %s", name, error)
+            begun.append((None, None))
+
+    def after(module: nn.Module, arguments: Any, output: Any) -> None:
+        calls.setdefault(name, {}).setdefault(*begun.pop())
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def _use_stand_ins(model: nn.Module, copies: RandomCopies) -> None:
+    """Let large linear layers and stacked experts compute something cheap of the same shape."""
+    for each in model.modules():
+        if sum(own.numel() for own in each.parameters(recurse=False)) < LARGE:
+            continue
+        if describe(each) is not None:
+            each.forward = _of_experts
+        elif isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward:
+            each.forward = partial(_of_linear, copies.random(each.out_features))  # type: ignore[method-assign]
+
+
+def _use_no_caches(model: nn.Module) -> None:
+    """Let transformers' models create no caches, of which later layers would get earlier ones'."""
+    for each in model.modules():
+        config: Any = vars(each).get("config")
+        if isinstance(getattr(config, "use_cache", None), bool):
+            config.use_cache = False
+
+
+def _of_linear(weights: Tensor, given: Tensor) -> Tensor:
+    mean: Tensor = given.mean(-1, keepdim=True)
+    return mean * weights * math.sqrt(given.size(-1))
+
+
+def _of_experts(*arguments: Any, **keywords: Any) -> Any:
+    hidden, *_ = (*arguments, *keywords.values())
+    return hidden * 0.5
+
+
+def _candidates(copies: RandomCopies, model: nn.Module) -> Iterator[Tensor]:
+    """Yield inputs that a model's forward may take: token ids, hidden states of each width."""
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    if tables:
+        ids = torch.arange(_SEQUENCES * _TOKENS, device=copies.device)
+        ids %= min(each.num_embeddings for each in tables)
+        yield ids.reshape(_SEQUENCES, _TOKENS)
+    for given in hidden_states(copies, model):
+        yield from given.arguments
+
+
+def hidden_states(copies: RandomCopies, module: nn.Module) -> Iterator[Inputs]:
+    """Yield hidden states of each width that a linear layer in a module takes."""
+    layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    for width in dict.fromkeys(each.in_features for each in layers):
+        yield Inputs((copies.random(_SEQUENCES, _TOKENS, width).requires_grad_(),), {})
