@@ -17,7 +17,7 @@ from meshverse.layouts.user_input import TopologyLike
 from meshverse.wording import aligned, counted, html_table, in_bytes, rank_list
 
 from .calling_threads import CallingThreads
-from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from .communicator_memory import estimate_bytes, with_measured
 from .group_explanation import GroupExplanation
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def explain(
         threads: threads that called in the groups; None to leave them out.
     """
     groups = tuple(groups)
-    figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
+    figures = with_measured(communicator_bytes)
     explained = tuple(
         _explain_group(group, over, figures, topology, threads)
         for group, over in _with_parts(ReportSection(str(rank_map), groups), parts)

@@ -238,7 +238,9 @@ def test_a_rank_that_does_not_come_is_named_in_time(missing: int) -> None:
 def test_many_ranks_that_do_not_come_are_one_short_line() -> None:
     own = {0: {"LOCAL_WORLD_SIZE": "1"}}
     (end,) = _ends(_start([0], 64, "--timeout", "1", own=own))  # short-timeout: it must elapse
-    assert end[2] == "meshverse doctor: Rank 0 waited 1 s for others: ranks 1-63 have not started.\n"
+    assert (
+        end[2] == "meshverse doctor: Rank 0 waited 1 s for others: ranks 1-63 have not started.\n"
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="of systems with /dev/full")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from meshverse.wording import printable
 
+from .main import print_beside
 from .plan_command import one_view
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             if isinstance(result, Exception):
                 lines = "\n".join(map(printable, str(result).splitlines()))
-                print(f"meshverse doctor: {lines}", file=sys.stderr)  # noqa: T201
+                print_beside(f"meshverse doctor: {lines}")
             else:
                 print(result.to_json() if arguments.json else result, flush=True)  # noqa: T201
         except BrokenPipeError:  # nobody reads; the status stays

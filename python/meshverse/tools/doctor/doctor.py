@@ -133,7 +133,8 @@ def _check_backend(backend: str) -> None:
             )
         if name not in available:
             raise ValueError(
-                f"The backend {backend!r} cannot be examined. This torch has {', '.join(available)}."
+                f"The backend {backend!r} cannot be examined. This torch has "
+                f"{', '.join(available)}."
             )
         if name == "nccl" and not torch.cuda.is_available():
             raise ValueError(f"The backend {backend!r} needs a CUDA device, and there is none.")

@@ -73,8 +73,8 @@ def _variable(name: str, smallest: int, largest: int | None) -> int:
     if value < smallest or (largest is not None and value > largest):
         limit = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
         raise ValueError(
-            f"{name}={os.environ[name][:40]!r} in the environment: the launcher must set it to an int "
-            f"{limit}."
+            f"{name}={os.environ[name][:40]!r} in the environment: the launcher must set it to an "
+            f"int {limit}."
         )
     return value
 
