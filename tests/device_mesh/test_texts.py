@@ -169,6 +169,15 @@ def test_tensors_and_what_they_did_are_printed_as_on_stock(world) -> None:
     assert results["ours"] == results["installed"] == results["stock"]
 
 
+@in_worlds((8, 5))
+def test_a_mesh_says_that_its_universe_has_ended(world) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    texts = [repr(mesh), repr(mesh["tp"])]
+    mesh.universe.destroy()
+    ended = [f"{text[:-1]}, universe='destroyed')" for text in texts]
+    assert [repr(mesh), repr(mesh["tp"])] == ended
+
+
 @in_worlds((65_536, 5))
 def test_printing_does_not_list_the_world(world) -> None:
     mesh = init_device_mesh("cpu", (256, 256), mesh_dim_names=("dp", "tp"), lazy=True)

@@ -26,6 +26,17 @@ def mesh(world) -> DeviceMesh:
     return init_device_mesh("cpu", (1, 2, 4), mesh_dim_names=("pp", "dp", "tp"))
 
 
+def test_names_of_axes_do_not_control_or_fill_a_terminal(world) -> None:
+    names = ("a\x1b[31m<b>", "y" * 300)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
+    report = mesh.universe.explain()
+    for text in (str(report), report._repr_html_()):
+        assert "\x1b" not in text
+        assert "y" * 59 + "…" in text
+    assert "<b>" not in report._repr_html_()
+    assert [[*group["requests"]] for group in report.to_dict()["groups"]] == [[n] for n in names]
+
+
 def test_data_says_what_c10d_has(mesh) -> None:
     mesh.flatten("world")
     report = mesh.universe.explain().to_dict()

@@ -23,8 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import meshverse
+from helpers import one_gloo_thread
 from meshverse import Hang, Watch
 from meshverse.hang import write_dump
+
+one_gloo_thread.use_torchs_own()  # a verdict names the line that called torch
 
 FOLDER = Path(sys.argv[2])
 ODD = 5  # the rank that does otherwise

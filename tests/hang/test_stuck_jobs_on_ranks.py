@@ -154,7 +154,7 @@ _CASES = [
         (
             f"Stuck: all_reduce number 1 {_ALL}, for",
             "missing:       rank 5 (pp=1, dp=0, tp=1), no dump",
-            "Verdict: there is no dump of rank 5 (pp=1, dp=0, tp=1): the process died",
+            "Verdict: there is no dump of rank 5 (pp=1, dp=0, tp=1): the process may have died",
         ),
         dumping=(0, 1, 2, 3, 4, 6, 7),
     ),
@@ -165,7 +165,7 @@ _CASES = [
             "missing:       rank 5 (pp=1, dp=0, tp=1), not responding: dead, stopped, ",
             "Verdict: rank 5 (pp=1, dp=0, tp=1) is not responding.",
         ),
-        ("Verdict: there is no dump of rank 5 (pp=1, dp=0, tp=1): the process died",),
+        ("Verdict: there is no dump of rank 5 (pp=1, dp=0, tp=1): the process may have died",),
         dumping=(0, 1, 2, 3, 4, 6, 7),
     ),
     Stuck(

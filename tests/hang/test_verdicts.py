@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshverse import Hang
-from meshverse.hang.records import ANY_SOURCE, Call, GroupSeen, RankRecord
+from meshverse.hang.records import ANY_SOURCE, Call, GroupSeen, Progress, RankRecord
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, Stuck, find_stuck
 
@@ -50,6 +50,37 @@ def test_ranks_that_are_past_a_call_are_no_longer_waited_for() -> None:
     assert [missing.rank for missing in found.missing] == [3]
     assert found.cause is Cause.MISSING
     assert found.seconds == 60
+
+
+def test_a_record_older_than_the_call_does_not_show_that_a_rank_is_missing() -> None:
+    calls = {0: [_call("dp", 3)], 1: [_call("dp", 2, done=True, since=_NOW - 200)]}
+    records = _records({"dp": range(2)}, calls)
+    assert "rank 1 has not called it" in _verdict(find_stuck(records))
+    records[1].time = _NOW - 61
+    said = "the dump of rank 1 is older than the call of the others: it may have called it since."
+    assert _verdict(find_stuck(records)).startswith(said)
+    records[0].calls = [_call("dp", 0, operation="recv", peer=1)]
+    records[1].calls = []
+    assert _verdict(find_stuck(records)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("progress", "said"),
+    [
+        (Progress.CALLED, "a deadlock. Rank 1 waits in"),
+        (Progress.ENQUEUED, "this may be a deadlock. Rank 1 waits in"),
+        (Progress.STARTED, "a deadlock. Rank 1 waits in"),
+    ],
+)
+def test_that_calls_wait_for_one_another_is_sure_only_where_starts_are_recorded(
+    progress: Progress, said: str
+) -> None:
+    calls = {0: [_call("tp", 3, progress=progress)], 1: [_call("dp", 3, progress=progress)]}
+    found = find_stuck(_records({"dp": range(2), "tp": range(2)}, calls))
+    assert [one.cause for one in found] == [Cause.DEADLOCK] * 2
+    verdict = _verdict(found, [one.name for one in found].index("dp"))
+    assert verdict.startswith(said)
+    assert ("not recorded (TORCH_NCCL_ENABLE_TIMING=1)" in verdict) == ("may" in said)
 
 
 def test_all_have_come() -> None:

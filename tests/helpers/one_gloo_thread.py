@@ -61,3 +61,8 @@ _OneThread.__name__ = _Gloo.__name__
 def use_one_thread() -> None:
     """From now on, c10d creates gloo groups with one worker thread in this process."""
     c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]
+
+
+def use_torchs_own() -> None:
+    """Let c10d create gloo groups as always, in a program in whose stack nothing else may be."""
+    c10d.ProcessGroupGloo = _Gloo  # type: ignore[misc]

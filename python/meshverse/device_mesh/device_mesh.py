@@ -488,6 +488,8 @@ class DeviceMesh(StockDeviceMesh):
         destroyed = self._destroyed_axes()
         if destroyed:
             more += f", destroyed={(destroyed[0] if len(destroyed) == 1 else destroyed)!r}"
+        if (ended := self._universe.groups.ended) is not None:
+            more += f", universe={ended!r}"
         return f"{text[:-1]}{more})"
 
     def _repr_as_stock(self) -> str:

@@ -16,6 +16,7 @@ These estimates are meant to compare set-ups. If you have measured a communicato
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 _NCCL_CHANNELS = 16
 _NCCL_BUFFER_BYTES = (4 << 20) + (8 * 512 * 8 * 16) + (120 * 640 * 8 * 8)
@@ -26,6 +27,21 @@ COMMUNICATOR_BYTES: Mapping[str, int] = {
     "fake": 0,
 }
 """Device memory of one communicator of more than one rank, on each of its ranks, in bytes."""
+
+
+def with_measured(measured: Mapping[str, int] | None) -> dict[str, int]:
+    """Return the bytes by backend name, with measured ones instead of estimates.
+
+    Raises:
+        ValueError: a measurement is not an int of 0 or more.
+    """
+    given: dict[str, Any] = dict(measured or {})
+    for name, size in given.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(
+                f"communicator_bytes[{name!r}]={size!r}: give an int of 0 or more, in bytes."
+            )
+    return {**COMMUNICATOR_BYTES, **{name.lower(): size for name, size in given.items()}}
 
 
 def estimate_bytes(backend: str, group_size: int, figures: Mapping[str, int]) -> int | None:

@@ -14,16 +14,17 @@ from meshverse.groups.group import GroupRef, State
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import TopologyLike
-from meshverse.wording import aligned, counted, html_table, in_bytes, rank_list
+from meshverse.wording import aligned, counted, html_table, in_bytes, printable, rank_list
 
 from .calling_threads import CallingThreads
-from .communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from .communicator_memory import estimate_bytes, with_measured
 from .group_explanation import GroupExplanation
 
 if TYPE_CHECKING:
     from meshverse.tools.pictures import Picture
 
 _SHOWN_THREADS = 6
+_LONGEST_NAME = 60  # characters of an axis or a thread in a text; data have all of them
 
 _MEANING = (
     "Reused: served by an existing group.",
@@ -284,9 +285,15 @@ def in_other_universes(n_duplicates: int) -> str:
 
 def threads_in_words(threads: Mapping[str, int]) -> str:
     """Return the threads that called in a group, such as "MainThread (2 calls), other (1 call)"."""
-    each = [f"{name} ({counted(times, 'call')})" for name, times in threads.items()]
+    each = [f"{_shown(name)} ({counted(times, 'call')})" for name, times in threads.items()]
     left_out = len(each) - _SHOWN_THREADS
     return ", ".join(each if left_out <= 0 else [*each[:_SHOWN_THREADS], f"{left_out} more"])
+
+
+def _shown(name: str) -> str:
+    """Return a name that can neither control a terminal nor fill it."""
+    text = printable(name)
+    return text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…"
 
 
 def _times(group: GroupExplanation) -> str:
@@ -295,7 +302,7 @@ def _times(group: GroupExplanation) -> str:
 
 
 def _axes_in_words(group: GroupExplanation) -> str:
-    return ", ".join(group.requests)
+    return ", ".join(map(_shown, group.requests))
 
 
 def _options_in_words(group: GroupExplanation) -> str:
@@ -337,7 +344,7 @@ def explain(
         threads: threads that called in the groups; None to leave them out.
     """
     groups = tuple(groups)
-    figures = {**COMMUNICATOR_BYTES, **(communicator_bytes or {})}
+    figures = with_measured(communicator_bytes)
     explained = tuple(
         _explain_group(group, over, figures, topology, threads)
         for group, over in _with_parts(ReportSection(str(rank_map), groups), parts)

@@ -245,6 +245,8 @@ class ReportFormatter(NamedTuple):
         (partner,) = one.missing or one.held
         if not partner.is_recorded:
             return self._why_no_record([partner.rank], f"the {other}")
+        if partner.is_older:
+            return self._why_not_sure([partner.rank])
         return (
             f"a {one.call.operation} without its {other}: {self.ranks([partner.rank])} has not "
             f"called it{self._where_to_look(partner)}."
@@ -361,7 +363,14 @@ class ReportFormatter(NamedTuple):
             else "All ranks must use these groups in the same order, and skip none."
         )
         skipped = f"{self._skipped(one.skip)} " if one.skip is not None else ""
-        return f"a deadlock. {chain[:1].upper()}{chain[1:]}. {skipped}{rule}"
+        text = f"a deadlock. {chain[:1].upper()}{chain[1:]}. {skipped}{rule}"
+        waiting = (call for name in one.cycle for call in by_name[name].waiting.values())
+        if all(call.progress is not Progress.ENQUEUED for call in waiting):
+            return text
+        return (
+            f"this may be {text} Starts on the GPUs are not recorded (TORCH_NCCL_ENABLE_TIMING=1): "
+            "calls that overlap, as with async_op=True, do not wait for one another."
+        )
 
     def _mismatch(self, one: Stuck) -> str:
         lines = []
@@ -426,6 +435,10 @@ class ReportFormatter(NamedTuple):
         parts = []
         if gone:
             parts.append(self._why_no_record(gone, "it"))
+        older = [missing.rank for missing in absent if missing.is_older]
+        if older:
+            parts.append(self._why_not_sure(older))
+        absent = [missing for missing in absent if not missing.is_older]
         sure = [missing for missing in absent if missing.last is not None or not missing.is_cut]
         if sure:
             parts.append(
@@ -445,6 +458,15 @@ class ReportFormatter(NamedTuple):
                 f"{self._recorders(unread)} not read. The other missing ranks wait in other groups."
             )
         return " ".join(parts)
+
+    def _why_not_sure(self, ranks: Sequence[int]) -> str:
+        of = f"{'dumps' if len(ranks) > 1 else 'dump'} of {self.ranks(ranks)}"
+        have = "are" if len(ranks) > 1 else "is"
+        they = "they" if len(ranks) > 1 else "it"
+        return (
+            f"the {of} {have} older than the call of the others: {they} may have called it since. "
+            "Compare dumps of one moment."
+        )
 
     def _recorders(self, ranks: Sequence[int]) -> str:
         """Return the subject of a sentence, with its verb."""
@@ -467,8 +489,8 @@ class ReportFormatter(NamedTuple):
         if not are_several and (why := self.why_no_dump(ranks[0])):
             return f"there is no dump of {who} ({why})."
         return (
-            f"there is no dump of {who}: the process died without one, or it is not among these "
-            "dumps."
+            f"there is no dump of {who}: the process may have died without one, or its dump is not "
+            "among these."
         )
 
 

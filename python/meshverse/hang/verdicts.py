@@ -64,6 +64,7 @@ class Missing(NamedTuple):
         is_recorded: whether there is a record of this rank.
         was_read: whether this record was read: of many missing ranks, only some are.
         is_cut: whether the rank's older calls are gone, so that it may have made the call.
+        is_older: whether the record is older than the call, which the rank may have made since.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class Missing(NamedTuple):
     is_recorded: bool = True
     was_read: bool = True
     is_cut: bool = False
+    is_older: bool = False
 
 
 class Skip(NamedTuple):
@@ -304,7 +306,8 @@ class _WaitForGraph:
         if len(held) == len(waiting) and not missing:
             return  # each rank has enqueued it behind another call, which tells more
         first = min(waiting.values(), key=lambda call: call.since)
-        now = max(self._records[rank].time for rank in waiting)
+        records = self._records
+        now = max(records[rank].time for rank in waiting)
         self.found[name] = Stuck(
             name=name,
             group=group,
@@ -314,7 +317,10 @@ class _WaitForGraph:
             seconds=max(now - first.since, 0.0),
             waiting=waiting,
             past=past,
-            missing=[self._missing(rank, group) for rank in missing],
+            missing=[
+                each._replace(is_older=each.is_recorded and records[each.rank].time < first.since)
+                for each in (self._missing(rank, group) for rank in missing)
+            ],
             held=[self._missing(rank, group) for rank in held],
             differing=differing,
         )

@@ -176,6 +176,9 @@ class Universe:
         Args:
             communicator_bytes: device memory of one communicator, in bytes, by backend name. It
                 replaces the figures of `meshverse.explain.communicator_memory`.
+
+        Raises:
+            ValueError: a communicator's bytes are not an int of 0 or more.
         """
         from meshverse.explain.calling_threads import CallingThreads
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -67,6 +68,25 @@ def test_pictures_are_written_beside_the_data(tmp_path, capsys) -> None:
     assert "the group of rank 9" in picture.read_text(encoding="utf-8")
 
 
+def test_a_plan_is_printed_also_where_nobody_reads_the_errors(tmp_path, capsys) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.redirect_stderr(os.fdopen(writer, "w", buffering=1)) as closed:
+        assert main(["plan", "dp=4", "--svg", str(tmp_path / "plan.svg")]) == 0
+        with contextlib.suppress(BrokenPipeError):
+            closed.close()
+    assert capsys.readouterr().out.startswith("World of 4 ranks")
+    assert (tmp_path / "plan.svg").stat().st_size > 0
+
+
+@pytest.mark.parametrize("view", ["dp=4", "bad"])
+def test_without_an_error_stream_the_output_has_the_data_only(view, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stderr", None)  # as after 2>&-
+    assert main(["plan", view, "--json", "--svg", os.devnull]) == (0 if view == "dp=4" else 2)
+    out = capsys.readouterr().out
+    assert json.loads(out)["world"] == 4 if view == "dp=4" else not out
+
+
 def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path, capsys) -> None:
     picture = tmp_path / "nowhere" / "plan.svg"
     assert main(["plan", "dp=4", "--svg", str(picture)]) == 2
@@ -101,6 +121,12 @@ def test_a_misspelt_backend_is_pointed_out(capsys) -> None:
         (["plan", "dp=2", "--world-size", "0"], "A world of 0 ranks: give an int above 0"),
         (["plan", "dp=2", "--rank", "9" * 30], "is outside the world: give one from 0 to 1"),
         (["plan", "dp=2", "--node-size", "-" + "9" * 30], "ranks on each node: give an int"),
+        (["plan", "dp=2", "--isolate", ","], "isolate='' names no axis of these views"),
+        (["plan", "dp=2", "--isolate", "dp,"], "isolate='' names no axis of these views"),
+        (["plan", "dp=2", "--html", "x", "--svg", "./x"], "--html and --svg are one file"),
+        (["plan", "dp=2", "--topology", "x", "--svg", "x"], "--svg and --topology are one file"),
+        (["hang", "--live", "h", "--json"], "as text: leave --json out"),
+        (["hang", "dumps", "--live", "h", "--mesh", "dp=2"], "as text: leave --mesh out"),
     ],
 )
 def test_what_cannot_be_done_ends_with_2(arguments, said: str, capsys) -> None:

@@ -116,6 +116,56 @@ def test_examinations_and_the_job_follow_each_other_in_one_process(tmp_path: Pat
         assert status == 0, err
 
 
+_FAILS = """
+import os, torch
+from datetime import timedelta
+from torch.overrides import TorchFunctionMode
+from meshverse.tools.doctor import NotAllHereError, examine
+
+RANK = int(os.environ["RANK"])
+reports = []
+
+class Broken(TorchFunctionMode):  # multiplies no matrices
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.mm and RANK == 1:
+            raise TypeError("ECC error\\nat 0x1")
+        return function(*args, **(kwargs or {}))
+
+def ask(report=reports.append):
+    return examine(backend="gloo", large_bytes=1000, timeout=timedelta(seconds=30), report=report)
+
+def error_of(*report):
+    try:
+        ask(*report)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def full(result):
+    raise OSError(f"no space for {type(result).__name__}")
+
+with Broken():
+    error = error_of()
+    assert error.startswith("NotAllHereError: Rank 1 on "), error
+    assert error.endswith(" failed in its multiplications of matrices. The error was: ECC error")
+    assert len(reports) == RANK, reports  # by rank 1 alone
+    error = error_of(full)  # the rank that reports it raises what its report raised
+    assert ("no space for NotAllHereError", "ECC error")[1 - RANK] in error, error
+if RANK == 0:
+    assert error_of(full) == "OSError: no space for Examination"
+else:
+    assert ask(full).is_well
+assert ask().is_well
+"""
+
+
+def test_a_failure_of_one_rank_or_of_its_report_keeps_no_other_waiting(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(_FAILS)
+    ranks = [Forked([str(script)], env=environment) for environment in _environments([0, 1], 2)]
+    for status, _, err in _ends(ranks):
+        assert status == 0, err
+
+
 @pytest.mark.long
 def test_srun_as_the_page_shows_it() -> None:
     page = (Path(__file__).parents[3] / "docs" / "commands.md").read_text(encoding="utf-8")
@@ -183,6 +233,30 @@ def test_a_rank_that_does_not_come_is_named_in_time(missing: int) -> None:
         assert "Traceback" not in err
     (error,) = [err for _, _, err in ends if err]  # by one rank
     assert f"rank {missing} has not started" in error
+
+
+def test_many_ranks_that_do_not_come_are_one_short_line() -> None:
+    own = {0: {"LOCAL_WORLD_SIZE": "1"}}
+    (end,) = _ends(_start([0], 64, "--timeout", "1", own=own))  # short-timeout: it must elapse
+    assert (
+        end[2] == "meshverse doctor: Rank 0 waited 1 s for others: ranks 1-63 have not started.\n"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of systems with /dev/full")
+def test_a_report_that_cannot_be_written_ends_with_2() -> None:
+    command = [sys.executable, *_DOCTOR, "--megabytes", "0.1", "--backend", "gloo"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command,
+            env=_environments([0], 1)[0],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=SECONDS,
+        )
+    assert done.returncode == 2
+    assert "meshverse: [Errno 28] No space left on device" in done.stderr
 
 
 @pytest.mark.long

@@ -38,6 +38,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("RANK", "-1", "RANK='-1'"),
         ("RANK", "zero", "RANK='zero'"),
+        ("RANK", "\u0660", "RANK='\u0660'"),  # a digit of another script
+        ("RANK", "9" * 5000, "in the environment: the launcher must set it to an int from 0 to 0"),
         (
             "WORLD_SIZE",
             "0",
@@ -60,16 +62,19 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch, name, value, said: s
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"backend": "nope"}, "The backend 'nope' is not in this torch, which has gloo"),
-        ({"backend": "cpu:gloo,cuda:nope"}, "is not in this torch, which has gloo"),
+        ({"backend": "nope"}, "The backend 'nope' cannot be examined. This torch has gloo"),
+        ({"backend": "cpu:gloo,cuda:nope"}, "cannot be examined. This torch has gloo"),
+        ({"backend": ""}, "The backend '' cannot be examined"),
+        ({"backend": "fake"}, "The backend 'fake' cannot be examined. This torch has gloo"),
         ({"backend": "gloo,cuda:gloo"}, "'gloo' in the backend 'gloo,cuda:gloo' has no device"),
-        ({"backend": "undefined"}, "is not in this torch"),
+        ({"backend": "undefined"}, "cannot be examined"),
         ({"timeout": timedelta(0)}, "give a timedelta from 1 ms to 30 days"),
         ({"timeout": timedelta.max}, "give a timedelta from 1 ms to 30 days"),
         ({"timeout": 60}, "timeout=60: give a timedelta"),
-        ({"large_bytes": 0}, "large_bytes=0: give an int above 0"),
-        ({"large_bytes": 2.5}, "large_bytes=2.5: give an int above 0"),
-        ({"large_bytes": True}, "large_bytes=True: give an int above 0"),
+        ({"large_bytes": 0}, "large_bytes=0: give an int from 1 to 2**40"),
+        ({"large_bytes": 2.5}, "large_bytes=2.5: give an int from 1"),
+        ({"large_bytes": True}, "large_bytes=True: give an int from 1"),
+        ({"large_bytes": 10**30}, f"large_bytes={10**30}: give an int from 1"),
     ],
 )
 def test_what_cannot_be_examined_raises(options, said: str) -> None:
@@ -95,7 +100,7 @@ def test_a_default_group_that_is_there_stays(world) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:NCCL"])
 def test_nccl_without_a_device_raises_and_sets_nothing(backend: str) -> None:
-    with pytest.raises(ValueError, match=r"needs a CUDA device|is not in this torch"):
+    with pytest.raises(ValueError, match=r"needs a CUDA device|cannot be examined"):
         examine(["dp=1"], backend=backend)
     assert _WAIT not in os.environ
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from xml.etree import ElementTree
@@ -62,8 +63,9 @@ def test_one_axis_by_name_or_index(world) -> None:
         mesh.draw("cp")
     with pytest.raises(IndexError, match="no axis 3 to draw: the mesh has 3"):
         mesh.draw(3)
-    with pytest.raises(ValueError, match="node_size=0 must be 1 or more"):
-        mesh.draw(node_size=0)
+    for size in (0, -1, True, 2.0, "2", math.nan):
+        with pytest.raises(ValueError, match=f"node_size={size!r}: give an int above 0"):
+            mesh.draw(node_size=size)
 
 
 @in_worlds((8, 5))
@@ -194,7 +196,7 @@ def test_names_of_users_are_only_text(world) -> None:
 @in_worlds((8, 5))
 def test_groups_that_were_given_and_of_other_universes(world) -> None:
     given = DeviceMesh.from_group(dist.new_group([1, 5, 7]), "cpu", mesh_dim_names=("own",))
-    assert "ranks 1-7 [0]<0>[0]" in str(given.universe.draw())
+    assert "ranks 1-7 (3) [0]<0>[0]" in str(given.universe.draw())
     mesh, other = _mesh(), _mesh()
     joined = DeviceMesh.concatenate([mesh["dp"], other["tp"]])
     picture = joined.universe.draw()

@@ -111,6 +111,22 @@ def test_a_large_node_is_drawn_in_pieces() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "label"),
+    [
+        ([0, 2, 4, 6], None, "ranks 0-6 (4)"),
+        ([4, 5, 6, 7], None, "ranks 4-7"),
+        ([4 * n + k for n in range(20) for k in (0, 1)], 2, "nodes 0-38 (20)"),
+        ([*range(40)], 2, "nodes 0-19"),
+        ([0, 2, 300, 302], 256, "node 0: 0-2 (2)"),
+    ],
+)
+def test_a_label_counts_what_is_there_between_its_ends(ranks, node_size, label: str) -> None:
+    axis = AxisLayout(20, 2) if len(ranks) == 40 else AxisLayout(2, 1)  # nodes with the same groups
+    panel = _panel(axis, RankMap.from_ranks(ranks), 10_000, node_size)
+    assert panel.drawn[0].label == label
+
+
 def test_only_ranks_that_are_there_are_drawn() -> None:
     panel = _panel(AxisLayout(2, 1), RankMap.from_ranks([21, 3, 20, 2]), 9, 8)
     lines = [(line.label, [cell.rank for cell in line.cells]) for line in panel.drawn]

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh as stock_init_device_
 
 from helpers.worlds import fake_world, live_groups
 from meshverse import Universe, init_device_mesh
+from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES
 from meshverse.tools.commands.main import main
 from meshverse.tools.planner import plan, saves
 
@@ -43,15 +44,32 @@ def test_groups_of_one_rank_have_no_communicator() -> None:
 
 
 def test_ranges_are_sums_over_the_communicators() -> None:
-    costs = saves(plan(["a=2,b=4"], communicator_bytes={"nccl": 10}))
-    assert costs.memory == ((20, 544e6 + 688e6),) * 2
-    assert costs.start == ((2.0, 9.0),) * 2
+    costs = saves(plan(["a=2,b=4"]))
+    assert costs.memory == ((2 * COMMUNICATOR_BYTES["nccl"], 544e6 + 688e6),) * 2
+    assert costs.start == ((4.0, 12.0),) * 2
     shared = saves(plan(["a=2,b=4", "c=2,d=4", "e=2,f=2,g=2"]))
     assert shared.memory is not None
     assert shared.start is not None
     torchs, ours = shared.memory
     assert torchs.most - ours.most == 2 * 544e6 + 688e6
-    assert (shared.start[0].least, shared.start[1].least) == (7.0, 4.0)
+    assert (shared.start[0].least, shared.start[1].least) == (14.0, 8.0)
+
+
+@pytest.mark.parametrize("size", [10, 2 << 30])
+def test_a_measured_size_is_no_range(size: int) -> None:
+    costs = saves(plan(["a=2,b=4", "a=2,c=4"], communicator_bytes={"NCCL": size}))
+    assert costs.memory == ((4 * size, 4 * size), (2 * size, 2 * size))
+    assert re.search(r"device memory +\d+ \w+ +\d+ \w+ +\d", str(costs))
+    assert "device memory: your measurement" in str(costs)
+    assert costs.to_dict()["sources"]["device memory"].startswith("your measurement")
+
+
+@pytest.mark.parametrize("size", [-5, True, 1.5, float("nan"), None])
+def test_a_measured_size_is_a_number_of_bytes(size) -> None:
+    with pytest.raises(ValueError, match="give an int of 0 or more, in bytes"):
+        plan(["a=2,b=4"], communicator_bytes={"nccl": size})
+    with fake_world(2, 0), pytest.raises(ValueError, match="give an int of 0 or more, in bytes"):
+        init_device_mesh("cpu", (2,)).universe.explain(communicator_bytes={"nccl": size})
 
 
 def test_every_figure_names_its_source(capsys) -> None:
@@ -62,7 +80,7 @@ def test_every_figure_names_its_source(capsys) -> None:
     assert rows == ["process groups", "communicators", "device memory", "start-up"]
     for row in ("process groups", "device memory", "start-up"):
         assert f"\n{row}: " in text
-    assert text.count("https://github.com/NVIDIA/nccl/issues/") >= 4
+    assert text.count("https://github.com/NVIDIA/nccl/issues/") >= 3
     assert "Not known:\n" in text
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

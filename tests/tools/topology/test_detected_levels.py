@@ -54,16 +54,27 @@ def test_a_leaf_is_inside_its_spine(crew: Crew) -> None:
 
 def _one_gives_no_names(bad_rank: int, given: dict[str, Any]) -> str:
     asked = given if dist.get_rank() == bad_rank else {"node": "a"}
-    with pytest.raises((TypeError, RuntimeError)) as caught:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
         Topology.detect(**asked, timeout=timedelta(minutes=5))
     return f"{caught.typename}: {caught.value}"
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])
-@pytest.mark.parametrize("given", [{"node": 5}, {"switches": {3: "leaf"}}], ids=str)
-def test_a_rank_that_gives_no_names_is_named(crew: Crew, bad_rank: int, given) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"node": 5}, "is not a location of this rank: give strings"),
+        ({"node": " "}, "is not a location of this rank: give strings"),
+        ({"switches": {3: "leaf"}}, "is not a location of this rank: give strings"),
+        ({"switches": "leaf"}, "give the switches of this rank by level"),
+        ({"switches": {"node": "n", "switch": "s"}}, "names a node: pass it as node="),
+        ({"switches": {"domain": "d"}}, "names a domain: pass it as domain="),
+    ],
+    ids=str,
+)
+def test_a_rank_that_gives_no_names_is_named(crew: Crew, bad_rank: int, given, said: str) -> None:
     answers = crew.run(_one_gives_no_names, 4, bad_rank, given)
-    assert "is not a location of this rank: give strings" in answers[bad_rank]
-    assert answers[bad_rank].startswith("TypeError")
+    assert said in answers[bad_rank]
+    assert answers[bad_rank].startswith("ValueError" if "pass it" in said else "TypeError")
     for text in answers[:bad_rank] + answers[bad_rank + 1 :]:
         assert text.startswith(f"RuntimeError: Topology.detect() failed on rank {bad_rank}: ")

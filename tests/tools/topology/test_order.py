@@ -196,10 +196,17 @@ _FOUR = Topology({"node": list("aabb")})
             "each of the ranks 0 to 3 once, but got [0, 1, 2, 2]",
         ),
         (lambda: _FOUR.cost([0, 1], (2, 2)), "but got [0, 1]"),
+        (
+            lambda: _FOUR.cost(None, (2, 2), ("dp", "tp"), {"tp": 1e200}, factors={"node": 1e200}),
+            "gives a cost that is not a finite number",
+        ),
+        (lambda: _FOUR.order((4,), ("dp",), {"dp": 1.7e308}), "that is not a finite number"),
+        (lambda: _FOUR.order((2, 2), ("dp", "tp"), [1, 2]), "traffic=[1, 2]: give a mapping"),
+        (lambda: _FOUR.order((2, 2), factors=3), "factors=3: give a mapping from levels"),
     ],
 )
 def test_what_cannot_be_ordered_raises(ask, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         ask()
 
 

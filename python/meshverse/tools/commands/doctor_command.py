@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from meshverse.wording import printable
 
+from .main import print_beside
 from .plan_command import one_view
 
 if TYPE_CHECKING:
@@ -65,13 +64,19 @@ def _run(arguments: argparse.Namespace) -> int:
     from meshverse.tools.doctor import NotAllHereError, examine
     from meshverse.tools.doctor.membership import report_once
 
+    unwritten: list[OSError] = []
+
     def report(result: Examination | Exception) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody reads; the status stays
+        try:
             if isinstance(result, Exception):
                 lines = "\n".join(map(printable, str(result).splitlines()))
-                print(f"meshverse doctor: {lines}", file=sys.stderr)  # noqa: T201
+                print_beside(f"meshverse doctor: {lines}")
             else:
                 print(result.to_json() if arguments.json else result, flush=True)  # noqa: T201
+        except BrokenPipeError:  # nobody reads; the status stays
+            pass
+        except OSError as error:  # such as a full disk: of this rank alone
+            unwritten.append(error)
 
     try:
         for name in ("timeout", "megabytes"):
@@ -93,4 +98,6 @@ def _run(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         report_once(error, report)
         return 2
+    if unwritten:
+        raise unwritten[0]
     return 0 if found.is_well else 1

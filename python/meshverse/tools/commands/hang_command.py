@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from meshverse.hang.dumps import Dumps, read_dumps
 from meshverse.hang.records import complete_default_group
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.wording import counted, rank_ranges
+
+from .main import print_beside
 
 if TYPE_CHECKING:
     from meshverse.hang.named_groups import MeshNames, MeshSizes
@@ -67,6 +69,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if not arguments.dumps and arguments.live is None:
         raise ValueError("There is nothing to read: pass dumps or folders, or --live HOST.")
+    if arguments.live is not None and (arguments.json or arguments.mesh is not None):
+        option = "--json" if arguments.json else "--mesh"
+        raise ValueError(
+            f"--live prints what NCCL says, as text: leave {option} out, or ask about the dumps in "
+            "a second command."
+        )
     status = 0 if arguments.live is None else _ask_ras(arguments.live)
     return max(status, _read(arguments)) if arguments.dumps else status
 
@@ -108,7 +116,7 @@ def _read(arguments: argparse.Namespace) -> int:
             print(f"\nAnd {more} that follow from these: pass --json to see all.")  # noqa: T201
     else:
         print(_nothing_is_pending(dumps))  # noqa: T201
-    _name_left_out(dumps, sys.stderr if arguments.json else sys.stdout)
+    _name_left_out(dumps, print_beside if arguments.json else print)
     return 1 if stuck else 0
 
 
@@ -137,9 +145,9 @@ def _nothing_is_pending(dumps: Dumps) -> str:
     )
 
 
-def _name_left_out(dumps: Dumps, file: TextIO) -> None:
+def _name_left_out(dumps: Dumps, say: Callable[[str], object]) -> None:
     for one in dumps.left_out[:_MOST_LEFT_OUT]:
-        print(f"Left out: {one.file}: {one.reason}.", file=file)
+        say(f"Left out: {one.file}: {one.reason}.")
     if len(dumps.left_out) > _MOST_LEFT_OUT:
         more = counted(len(dumps.left_out) - _MOST_LEFT_OUT, "more file")
-        print(f"Left out: {more}.", file=file)
+        say(f"Left out: {more}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -55,8 +56,15 @@ def refuse(error: Exception) -> int:
         # As in other commands: "train.py: No such file or directory".
         text = f"{error.filename}: {error.strerror}"
     lines = "\n".join(map(printable, text.splitlines()))
-    print(f"meshverse: {lines}", file=sys.stderr)  # noqa: T201
+    print_beside(f"meshverse: {lines}")
     return 2
+
+
+def print_beside(text: str) -> None:
+    """Print a line to the standard error, or nowhere if that is closed: the output has the data."""
+    if sys.stderr is not None:  # else `print` would write to the standard output
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr)  # noqa: T201
 
 
 def _run(arguments: Sequence[str]) -> int | Callable[[], int]:

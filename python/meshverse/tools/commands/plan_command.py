@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import os
 import re
-import sys
 from pathlib import Path
 
 from meshverse.parallel.meshes.degrees import ParallelismSizes
 from meshverse.tools.planner import View, plan, saves, trainer_views
 from meshverse.wording import did_you_mean
+
+from .main import print_beside
 
 _EXAMPLES = """\
 examples:
@@ -94,6 +97,11 @@ def _run(arguments: argparse.Namespace) -> int:
     views: list[View | str] = [*one_view(arguments.mesh)]
     if arguments.degrees is not None:
         views += _views_of_degrees(arguments.degrees, arguments.world_size)
+    files = {name: getattr(arguments, name) for name in ("html", "svg", "topology")}
+    given = [(name, os.path.realpath(file)) for name, file in files.items() if file is not None]
+    for (name, file), (other, same) in itertools.combinations(given, 2):
+        if file == same:
+            raise ValueError(f"--{name} and --{other} are one file, {file}: pass two.")
     topology, node_size = None, arguments.node_size
     if arguments.topology is not None:
         from meshverse.tools.topology import Topology  # imports torch
@@ -112,9 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
         node_size=node_size,
         domain_size=arguments.domain_size,
         topology=topology,
-        isolate=[
-            name.strip() for names in arguments.isolate for name in names.split(",") if name.strip()
-        ],
+        isolate=[name.strip() for names in arguments.isolate for name in names.split(",")],
     )
     if arguments.html is not None:
         _write(arguments.html, planned.to_html())
@@ -128,7 +134,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _write(name: str, text: str) -> None:
     Path(name).write_text(text, encoding="utf-8")
-    print(f"Wrote {name}", file=sys.stderr)  # noqa: T201  # stdout has the data
+    print_beside(f"Wrote {name}")
 
 
 def _views_of_degrees(text: str, world_size: int | None) -> list[View]:

@@ -25,6 +25,7 @@ from .membership import Membership, NotAllHereError, Report, rank_from_environme
 
 _calls = itertools.count()
 _LONGEST, _SHORTEST = timedelta(days=30), timedelta(milliseconds=1)
+_LARGEST = 1 << 40  # bytes of an all-reduce
 
 # Number of repetitions of each measurement.
 _STORE_TURNS, _CLOCK_TURNS, _SMALL_TURNS, _LARGE_TURNS, _COMPUTE_TURNS = 20, 5, 20, 5, 5
@@ -51,10 +52,11 @@ def examine(
             one axis of all ranks.
         backend: backend of all groups; by default "nccl" if CUDA is available, else "gloo".
         timeout: how long to wait for another rank: from 1 ms to 30 days.
-        large_bytes: size of the large all-reduce on each rank.
+        large_bytes: size of the large all-reduce on each rank, at most 2**40.
         report: function that one rank calls with the `Examination`, or with the `NotAllHereError`
             that all ranks raise. The others wait until it has returned (at most about 30 seconds
-            and the timeout), so it can print before a launcher such as torchrun ends all ranks.
+            and the timeout), so it can print before a launcher such as torchrun ends all ranks. An
+            error that it raises is raised on this rank; the others end as if there were none.
         own_process: whether this process does nothing else. With NCCL, its environment then gets
             `TORCH_NCCL_BLOCKING_WAIT=1`, if unset: a timeout should then raise, instead of ending
             the process before it can report. (In torch 2.11, it did not when it was tried.)
@@ -65,8 +67,8 @@ def examine(
     Raises:
         NotAllHereError: a rank did not answer in time, or failed; the message names it.
         ValueError: the views do not fit the job, the launcher's variables are missing or malformed,
-            the backend is not available, the timeout or a size is out of range, or a default
-            process group exists already. Nothing was started.
+            the backend is not available or transfers nothing ("fake"), the timeout or a size is out
+            of range, or a default process group exists already. Nothing was started.
     """
     call = next(_calls)  # counted before any error, so that all ranks count the same
     rank, world_size = rank_from_environment()
@@ -74,7 +76,7 @@ def examine(
     planned = plan(
         views or [{"world": world_size}],
         world_size=world_size,
-        backend=backend or _default_backend(),
+        backend=_default_backend() if backend is None else backend,
         rank=rank,
     )
     _check_backend(planned.backend)
@@ -95,27 +97,32 @@ def examine(
             _Examiner(planned, membership, timeout, own_process).measure(large_bytes),
         )
         found = None if measured is None else judge(planned, measured)
-        if found is not None:
-            report(found)
-        data = membership.broadcast("found", found and found.to_dict())
-        membership.gather("read", True)  # rank 0 may host the store, so it leaves last
+        try:
+            if found is not None:
+                report(found)
+        finally:  # the others do not wait for a report that failed
+            data = membership.broadcast("found", found and found.to_dict())
+            membership.gather("read", True)  # rank 0 may host the store, so it leaves last
     return Examination.from_dict(data)
 
 
 def _check_limits(timeout: Any, large_bytes: Any) -> None:
     if not isinstance(timeout, timedelta) or not _SHORTEST <= timeout <= _LONGEST:
         raise ValueError(f"timeout={timeout!r}: give a timedelta from 1 ms to 30 days.")
-    if isinstance(large_bytes, bool) or not isinstance(large_bytes, int) or large_bytes < 1:
-        raise ValueError(f"large_bytes={large_bytes!r}: give an int above 0.")
+    is_int = isinstance(large_bytes, int) and not isinstance(large_bytes, bool)
+    if not is_int or not 1 <= large_bytes <= _LARGEST:
+        raise ValueError(f"large_bytes={large_bytes!r}: give an int from 1 to 2**40 (1 TiB).")
 
 
 def _check_backend(backend: str) -> None:
     """Check that torch has every part of a backend, such as "cpu:gloo,cuda:nccl".
 
     Raises:
-        ValueError: torch lacks a part, or a part is NCCL and there is no CUDA device.
+        ValueError: torch lacks a part, a part transfers nothing, or a part is NCCL and there is no
+            CUDA device.
     """
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    unusable = (dist.Backend.UNDEFINED, "fake")  # "fake" transfers nothing
+    known = [name for name in dist.Backend.backend_list if name not in unusable]
     available = [name for name in known if dist.is_backend_available(name)]
     parts = backend.split(",")
     for part in parts:
@@ -126,7 +133,8 @@ def _check_backend(backend: str) -> None:
             )
         if name not in available:
             raise ValueError(
-                f"The backend {backend!r} is not in this torch, which has {', '.join(available)}."
+                f"The backend {backend!r} cannot be examined. This torch has "
+                f"{', '.join(available)}."
             )
         if name == "nccl" and not torch.cuda.is_available():
             raise ValueError(f"The backend {backend!r} needs a CUDA device, and there is none.")
@@ -171,11 +179,10 @@ class _Examiner:
         with self._step("the health check", everybody):
             self._membership.gather("here", True)
             self._membership.broadcast("all here")
-        report: dict[str, Any] = {
-            "host": self._host,
-            "environment": environment_report(),
-            "store_seconds": _store_seconds(self._membership.store, rank),
-        }
+        report: dict[str, Any] = {"host": self._host}
+        with self._step("its measurements of the store"):
+            report["environment"] = environment_report()
+            report["store_seconds"] = _store_seconds(self._membership.store, rank)
         if self._own_process and "nccl" in self._plan.backend:  # what was reported is the user's
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         with _own_device(self._plan.backend) as device:
@@ -190,7 +197,8 @@ class _Examiner:
                     )
                 with self._step("the barriers", everybody):
                     report["clock"] = _clock_readings()
-                report["compute_seconds"] = _compute_seconds(device)
+                with self._step("its multiplications of matrices"):
+                    report["compute_seconds"] = _compute_seconds(device)
                 with self._step("the creation of the process groups", everybody):
                     groups = self._create_groups(device.type)
                 report["groups"] = [
@@ -230,18 +238,26 @@ class _Examiner:
             return _measure_group(group, device, large_bytes)
 
     @contextmanager
-    def _step(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Run a step together with `ranks`; if it fails, raise an error that names the missing."""
+    def _step(self, what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
+        """Run a step; if it fails, raise an error that all ranks raise.
+
+        Args:
+            what: the step.
+            ranks: ranks that take the step together, so that the error names the missing ones; by
+                default, this rank takes it alone.
+        """
         try:
             self._membership.begin(what, self._host)
             yield
         except NotAllHereError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
+            failed = f"Rank {self._plan.mine.rank} on {self._host} failed in {what}"
+            why = f"The error was: {_first_line(error)}"
+            if not ranks:
+                raise self._membership.own_failure(failed, why) from error
             raise self._membership.failure(
-                f"Rank {self._plan.mine.rank} on {self._host} failed in {what}, with ranks "
-                f"{rank_list(ranks)}",
-                f" The error was: {str(error).splitlines()[0]}",
+                f"{failed}, with ranks {rank_list(ranks)}", f" {why}"
             ) from error
 
 
@@ -331,6 +347,10 @@ def _median_seconds(action: Callable[[], None], turns: int) -> float:
         action()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _finish(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,10 +25,12 @@ from typing import Any
 import torch.distributed as dist
 
 from meshverse.store import StoreKeys
+from meshverse.wording import counted, rank_ranges
 
 _FAILED, _REPORTER, _READ = "failed", "reporter", "errors read"  # keys
 _SECONDS_TO_REPORT = 30.0  # that the other ranks allow for `report`, which may print
 _SECONDS_OF_TORCH = 2.0  # in which torch's own error comes, after its timeout
+_MOST_NAMED = 8  # ranks in a message
 _BEATS_TO_WAIT = 10  # missed heartbeats after which a rank counts as stopped
 
 Report = Callable[[Any], None]
@@ -65,12 +68,13 @@ def rank_from_environment() -> tuple[int, int]:
 
 def _variable(name: str, smallest: int, largest: int | None) -> int:
     text = os.environ[name].strip()
-    value = int(text) if text.isdecimal() else -1
+    # At most 12 digits: no variable has more, and int() refuses numbers of very many.
+    value = int(text) if re.fullmatch("[0-9]{1,12}", text) else -1
     if value < smallest or (largest is not None and value > largest):
         limit = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
         raise ValueError(
-            f"{name}={os.environ[name]!r} in the environment: the launcher must set it to an int "
-            f"{limit}."
+            f"{name}={os.environ[name][:40]!r} in the environment: the launcher must set it to an "
+            f"int {limit}."
         )
     return value
 
@@ -259,6 +263,11 @@ class Membership:
 
         return NotAllHereError(self.fail(what, diagnosed))
 
+    def own_failure(self, what: str, reason: str) -> NotAllHereError:
+        """Return the error of a step that this rank takes alone, which all ranks raise."""
+        error = NotAllHereError(f"{what}. {reason}")
+        return NotAllHereError(self.fail(what, lambda: (error, [])))
+
     def fail(self, what: str, diagnosed: Callable[[], tuple[Exception, list[int]]]) -> str:
         """Report an error if this is the first rank to fail; else wait for that rank's report.
 
@@ -269,11 +278,15 @@ class Membership:
         Returns:
             Message of the error that was reported.
         """
+        unreported: Exception | None = None
         try:
             reporter = self._keys.put_first(_REPORTER, str(self._rank))
             if reporter == str(self._rank):
                 error, silent = diagnosed()
-                self._report(error)
+                try:
+                    self._report(error)
+                except Exception as why:  # noqa: BLE001  (raised when the others know the error)
+                    unreported = why
                 self._keys.write(_FAILED, json.dumps([str(error), silent]))
             elif not self._poll(lambda: bool(self._keys.read(_FAILED))):
                 raise dist.DistError(
@@ -283,9 +296,11 @@ class Membership:
             self._keys.count(_READ)
             if self._is_host:  # it leaves after all other ranks that can have read the error
                 self._poll(lambda: self._keys.count(_READ, 0) >= self._size - len(silent))
-            return str(message)
         except dist.DistError as lost:
             return str(self._lost(what, lost))
+        if unreported is not None:
+            raise unreported
+        return str(message)
 
     def _lost(self, what: str, error: Exception) -> NotAllHereError:
         why = str(error).splitlines()[0]
@@ -313,7 +328,10 @@ class Membership:
         absent = [rank for rank in others if notes[rank] is None]
         silent = self._without_heartbeat(rank for rank in others if notes[rank] is not None)
         names = {rank: f"rank {rank} on {note['host']}" for rank, note in notes.items() if note}
-        behind = [f"rank {rank} has not started" for rank in absent]
+        behind = []
+        if absent:
+            have = "have" if len(absent) > 1 else "has"
+            behind.append(f"rank{'s' * (len(absent) > 1)} {rank_ranges(absent)} {have} not started")
         behind += [
             f"{names[rank]} has not responded during: {notes[rank]['what']}" for rank in silent
         ]
@@ -323,6 +341,8 @@ class Membership:
                 for rank, note in notes.items()
                 if note["step"] < self._step
             ]
+        if len(behind) > _MOST_NAMED:
+            behind[_MOST_NAMED:] = [f"and {counted(len(behind) - _MOST_NAMED, 'more rank')}"]
         return "; ".join(behind), absent + silent
 
     def _without_heartbeat(self, ranks: Iterable[int]) -> list[int]:

@@ -191,12 +191,16 @@ class _Drawer:
         else:
             stop = index + span
         first, last = self._pieces[index], self._pieces[stop - 1]
+        n_ranks = sum(map(len, self._pieces[index:stop]))
+        ranks = _from_to(first[0], last[-1], n_ranks)
         if not self._node_size:
-            return f"ranks {first[0]}-{last[-1]}"
+            return f"ranks {ranks}"
         node, last_node = first[0] // self._node_size, last[0] // self._node_size
         if self._node_size > _MOST_RANKS_IN_LINE:
-            return f"node {node}: {first[0]}-{last[-1]}"
-        return f"node {node}" if node == last_node else f"nodes {node}-{last_node}"
+            return f"node {node}: {ranks}"
+        if node == last_node:
+            return f"node {node}"
+        return f"nodes {_from_to(node, last_node, stop - index)}"
 
     def _gap(self, start: int, stop: int, times: _Times, *, alike: bool) -> Gap:
         n = stop - start
@@ -213,6 +217,11 @@ class _Drawer:
 
 _Times = tuple[tuple[int, int], ...]
 """Repeats that contain a line, outermost first: their count, and their distance in lines."""
+
+
+def _from_to(first: int, last: int, count: int) -> str:
+    """Return the first and last of some numbers, and how many they are if some between lack."""
+    return f"{first}-{last}" + f" ({count:,})" * (count != last - first + 1)
 
 
 def _n_lines(part: Part) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshverse._core import RankMap
 from meshverse.wording import did_you_mean, printable
@@ -55,8 +55,10 @@ class Picture:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.node_size is not None and self.node_size < 1:
-            raise ValueError(f"node_size={self.node_size} must be 1 or more.")
+        size: Any = self.node_size  # users give it
+        is_int = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and (not is_int or size < 1):
+            raise ValueError(f"node_size={size!r}: give an int above 0.")
         if not self.groups:
             raise ValueError(f"There is nothing to draw yet: {self.title} has no process groups.")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshverse._core import AxisLayout, RankGroups, RankMap
-from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes, with_measured
 from meshverse.tools.pictures import Picture, PicturedGroups, PicturedView
 from meshverse.wording import (
     aligned,
@@ -326,7 +326,7 @@ def plan(
             -1, and `world_size` is not given; the world has no rank or more than 16,777,216; the
             rank is outside of it; a node or domain size is not an int above 0; `places` or the
             topology have another number of ranks; a level is given twice; no view has an axis that
-            `isolate` names.
+            `isolate` names; a communicator's bytes are not an int of 0 or more.
         TypeError: something is not a view, or `views` is one view instead of a list.
     """
     if isinstance(views, (str, Mapping, View)):
@@ -370,8 +370,7 @@ def plan(
                 f"isolate={name!r} names no axis of these views: they have {', '.join(names)}."
                 f"{did_you_mean(name, names)}"
             )
-    measured = {name.lower(): size for name, size in (communicator_bytes or {}).items()}
-    figures = {**COMMUNICATOR_BYTES, **measured}
+    figures = with_measured(communicator_bytes)
     requests = _requests(read, isolate)
     axes = [key.axis for key in requests]
     groups = tuple(

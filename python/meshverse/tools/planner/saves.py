@@ -2,16 +2,18 @@
 
 Only the numbers of groups and communicators are computed from the job. What a communicator costs
 depends on the GPUs, the network and NCCL's version, so each cost is a range between two published
-figures, and `SOURCES` names both. The savings are upper bounds: NCCL creates a communicator at the
-first collective of a group, so a group that a program never uses costs nothing with torch either.
+figures, and `Saves.sources` names both. The savings are upper bounds: NCCL creates a communicator
+at the first collective of a group, so a group that a program never uses costs nothing with torch
+either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES
 from meshverse.wording import aligned, in_bytes, paragraph
 
 from .plan import Plan, PlannedGroup, head
@@ -20,12 +22,12 @@ _T = TypeVar("_T")
 
 # nvidia/nccl#964, on 4 A100 with NVLink.
 _MEASURED_BYTES_OF_PAIR, _MEASURED_BYTES = 544_000_000, 688_000_000
-# Seconds to create one communicator: nvidia/nccl#340, and #587 for 8 GPUs of one node.
-_LEAST_SECONDS, _MOST_SECONDS = 1.0, 4.5
+# Seconds to create one communicator: nvidia/nccl#534, 16.3 s for 8 and 41.7 s for 7.
+_LEAST_SECONDS, _MOST_SECONDS = 2.0, 6.0
 
 _ISSUE = "https://github.com/NVIDIA/nccl/issues/"
 
-SOURCES = {
+_SOURCES = {
     "process groups": (
         "computed from the views. torch's DeviceMesh creates a group for each axis of each view"
     ),
@@ -35,12 +37,11 @@ SOURCES = {
         f"and 688 MB for more ({_ISSUE}964)"
     ),
     "start-up": (
-        "from 1 s a communicator, at most what it should take according to a maintainer of NCCL "
-        f"({_ISSUE}340), to 4.5 s, a user's measurement for 8 GPUs ({_ISSUE}587). Between them: "
-        f"2.0 s for 8 ranks and 4.1 s for 32 ({_ISSUE}534)"
+        "a user's measurements: from 2.0 s a communicator, with 8 ranks, to 6.0 s, on 16 machines. "
+        f"A maintainer of NCCL calls 5 to 6 s a lot more than it should be ({_ISSUE}534)"
     ),
 }
-"""Source of each figure, by the title of its row."""
+_MEASURED = "your measurement, which plan() got as communicator_bytes="
 
 UNKNOWN = (
     (
@@ -49,7 +50,7 @@ UNKNOWN = (
         "2.15's default backend: NCCL then creates its communicator at once."
     ),
     (
-        "Your GPUs, network and version of NCCL. The published figures are from 2020 to 2023. An "
+        "Your GPUs, network and version of NCCL. The published figures are from 2021 and 2023. An "
         f"all-to-all takes more memory ({_ISSUE}1685), and communicators that NCCL splits from "
         "another may start faster."
     ),
@@ -82,6 +83,7 @@ class Saves:
         communicators: number of those that have more than one rank.
         memory: device memory of these communicators in bytes; None unless the backend is nccl.
         start: seconds to create them one after the other; None unless the backend is nccl.
+        sources: source of each figure, by the title of its row.
     """
 
     plan: Plan
@@ -89,6 +91,7 @@ class Saves:
     communicators: tuple[int, int]
     memory: tuple[Range, Range] | None
     start: tuple[Range, Range] | None
+    sources: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as plain data, ready for JSON."""
@@ -104,7 +107,7 @@ class Saves:
                 name: both and dict(zip(("torch", "meshverse"), both, strict=True))
                 for name, both in costs.items()
             },
-            "sources": dict(SOURCES),
+            "sources": dict(self.sources),
             "unknown": list(UNKNOWN),
         }
 
@@ -122,17 +125,25 @@ def saves(plan: Plan) -> Saves:
     used = [group for group in created if group.size > 1]
     communicators = _both(lambda copies: sum(map(copies, used)))
     memory = start = None
+    sources = dict(_SOURCES)
     if plan.backend == "nccl":
+        estimate = COMMUNICATOR_BYTES["nccl"]
+        is_measured = any(group.bytes_each != estimate for group in used)
+        if is_measured:
+            sources["device memory"] = _MEASURED
         memory = _both(
             lambda copies: Range(
                 sum(copies(group) * (group.bytes_each or 0) for group in used),
-                sum(copies(group) * _measured_bytes(group) for group in used),
+                sum(
+                    copies(group) * (group.bytes_each or 0 if is_measured else _published(group))
+                    for group in used
+                ),
             )
         )
         torchs, ours = (Range(n * _LEAST_SECONDS, n * _MOST_SECONDS) for n in communicators)
         start = torchs, ours
     groups = _both(lambda copies: sum(map(copies, created)))
-    return Saves(plan, groups, communicators, memory, start)
+    return Saves(plan, groups, communicators, memory, start, sources)
 
 
 def _both(cost: Callable[[Callable[[PlannedGroup], int]], _T]) -> tuple[_T, _T]:
@@ -140,7 +151,7 @@ def _both(cost: Callable[[Callable[[PlannedGroup], int]], _T]) -> tuple[_T, _T]:
     return cost(lambda group: group.stock_copies), cost(lambda group: 1)
 
 
-def _measured_bytes(group: PlannedGroup) -> int:
+def _published(group: PlannedGroup) -> int:
     return _MEASURED_BYTES_OF_PAIR if group.size == 2 else _MEASURED_BYTES
 
 
@@ -157,13 +168,13 @@ def _text(costs: Saves) -> Iterator[str]:
     ):
         if ranges is not None:
             saved = Range(*(torchs - ours for torchs, ours in zip(*ranges, strict=True)))
-            cells = (" to ".join(map(shown, each)) for each in (*ranges, saved))
+            cells = (" to ".join(dict.fromkeys(map(shown, each))) for each in (*ranges, saved))
             rows.append([what, *cells])
     yield from aligned(rows, right=range(1, 4))
     if costs.memory is None:
         yield f"For communicators of backend {costs.plan.backend}, there are no figures."
     yield ""
-    for title, source in SOURCES.items():
+    for title, source in costs.sources.items():
         if title == "process groups" or costs.memory is not None:
             yield from paragraph(f"{title}: {source}.")
     yield "Not known:"

@@ -27,7 +27,7 @@ _COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED: registered with the fabric
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FAILED = "!"  # begins the string that a rank contributes if it cannot find its location
 
-_BOOT = "boot"  # key of the boot ID, by which machines of the same name are distinguished
+_BOOT = " boot"  # key of the boot ID, by which machines of the same name are distinguished
 
 Location = dict[str, str]
 """Location of one rank: by level, the name of its part."""
@@ -130,9 +130,17 @@ def _own_location(
 
     Raises:
         TypeError: a name is not a string.
-        ValueError: Slurm's variables contradict each other.
+        ValueError: Slurm's variables contradict each other, or `switches` has another level.
         OSError: the boot ID cannot be read.
     """
+    if switches is not None and not isinstance(switches, Mapping):
+        raise TypeError(
+            f"switches={switches!r}: give the switches of this rank by level, such as "
+            '{"switch": "leaf3"}.'
+        )
+    for name in ("node", "domain"):
+        if name in (switches or ()):
+            raise ValueError(f"switches={switches!r} names a {name}: pass it as {name}=.")
     location = own_switches(os.environ) if switches is None else dict(switches)
     if node is None:
         location["node"] = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -145,7 +153,8 @@ def _own_location(
         location["domain"] = domain
     given: dict[Any, Any] = dict(location)  # untyped: users give the switches
     for name, part in given.items():
-        if not (isinstance(name, str) and name.strip() and isinstance(part, str)):
+        is_level = isinstance(name, str) and (name.strip() == name != "" or name == _BOOT)
+        if not (is_level and isinstance(part, str) and (part.strip() or not part)):
             raise TypeError(
                 f"{{{name!r}: {part!r}}} is not a location of this rank: give strings, the name "
                 'of the part by the name of its level, such as switches={"switch": "leaf3"}.'

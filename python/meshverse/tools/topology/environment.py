@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from meshverse.wording import counted
@@ -51,8 +52,8 @@ def _nodes(environment: Mapping[str, str]) -> tuple[list[str], bool]:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     value = environment.get(name, "")
-    if not value.isdecimal():
-        raise ValueError(f"{name}={value!r} in the environment is not a number. {_CURE}")
+    if not re.fullmatch("[0-9]{1,12}", value):
+        raise ValueError(f"{name}={value[:40]!r} in the environment is not a number. {_CURE}")
     return int(value)
 
 
@@ -67,7 +68,8 @@ def _of_torchrun(environment: Mapping[str, str]) -> list[str]:
         if "GROUP_WORLD_SIZE" in environment
         else world // max(here, 1)
     )
-    if count * here != world or node * here + local != rank or not local < here:
+    fits = count * here == world and node < count and local < here
+    if not fits or node * here + local != rank:
         raise ValueError(
             f"torchrun says WORLD_SIZE={world}, LOCAL_WORLD_SIZE={here} on node {node} of {count}, "
             f"RANK={rank}, LOCAL_RANK={local}: the nodes have different numbers of ranks, or are "

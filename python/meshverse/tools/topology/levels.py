@@ -6,7 +6,7 @@ Their tensors are ordinary CPU tensors, whatever default device and torch modes 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
     """Return a level, given the name of the part that each rank is on.
 
     Raises:
-        TypeError: a name is not a string.
+        TypeError: a name is not a string, or the names are no sequence.
         ValueError: there are no ranks, or a name is empty.
     """
     if not isinstance(name, str):
@@ -52,7 +52,12 @@ def level_of(name: str, part_of_rank: Sequence[str]) -> Level:
         )
     if not name.strip():
         raise ValueError(f"The name of a level is empty: {name!r}. Give a word, such as 'node'.")
-    if isinstance(part_of_rank, str) or not all(isinstance(part, str) for part in part_of_rank):
+    in_order = hasattr(part_of_rank, "__getitem__") and hasattr(part_of_rank, "__len__")
+    if (
+        not in_order  # such as a set
+        or isinstance(part_of_rank, (str, Mapping))
+        or not all(isinstance(part, str) for part in part_of_rank)
+    ):
         raise TypeError(
             f"Level {name!r} must be one string per rank, the name of its {name}; got "
             f"{part_of_rank!r}"

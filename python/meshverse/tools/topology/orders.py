@@ -124,7 +124,8 @@ def placements_of(
 
     Raises:
         ValueError: the mesh has another number of ranks; `traffic` names an axis or `factors` a
-            level that does not exist; or a value is negative or not a finite number.
+            level that does not exist; or a value, or the cost, is negative or not a finite number.
+        TypeError: `traffic` or `factors` is not a mapping.
         RuntimeError: names repeat or do not match the shape.
     """
     shape, world_size = tuple(mesh_shape), len(levels[0].of_rank)
@@ -136,13 +137,19 @@ def placements_of(
             "they must be equal. For a mesh over some ranks, create a topology of these ranks, in "
             "their order, and pass ranks= to the mesh."
         )
-    weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
+    weights = [_DEFAULT_RATIO ** min(index, 300) for index in range(len(shape))]
     if traffic is not None:
         given = _checked("traffic", traffic, names, "axes")
         weights = [given.get(name, 1.0) for name in names or [""] * len(shape)]
     level_names = [level.name for level in levels]
-    costs = _checked("factors", factors or {}, level_names, "levels")
-    return Placements(levels, shape, weights, [costs.get(name, 1.0) for name in level_names])
+    costs = _checked("factors", {} if factors is None else factors, level_names, "levels")
+    each = [costs.get(name, 1.0) for name in level_names]
+    if not math.isfinite(sum(weights) * sum(each) * world_size):
+        raise ValueError(
+            f"traffic={traffic} with factors={factors} gives a cost that is not a finite number: "
+            "give smaller numbers. Only their ratios count."
+        )
+    return Placements(levels, shape, weights, each)
 
 
 def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> float:
@@ -167,6 +174,8 @@ def cost_of(problem: Placements, ranks: Sequence[int] | torch.Tensor | None) -> 
 def _checked(
     what: str, given: Mapping[str, Any], names: Sequence[str], of: str
 ) -> dict[str, float]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what}={given!r}: give a mapping from {of} to numbers.")
     if unknown := [name for name in given if name not in names]:
         raise ValueError(
             f"{what}={dict(given)} names {unknown}, but the {of} are {list(names)}."

@@ -56,7 +56,7 @@ def expand_hosts(text: str) -> list[str]:
 
 def _numbers(piece: str, text: str) -> Sequence[str]:
     """Return the numbers of "3" or "01-12" as strings, with their leading zeros."""
-    found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
+    found = re.fullmatch(r"\s*([0-9]{1,12})(?:-([0-9]{1,12}))?\s*", piece)
     first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
     if int(last) < int(first):
         raise ValueError(
@@ -77,7 +77,7 @@ def expand_tasks(text: str) -> list[int]:
     """
     tasks: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        found = re.fullmatch(r"\s*([0-9]{1,12})(?:\(x([0-9]{1,12})\))?\s*", part)
         times = int(found[2] or 1) if found else 0
         if found is None or len(tasks) + times > _LARGEST_LIST:
             raise ValueError(f"{part!r} in the tasks per node {text!r} is not as in 8(x3),4.")

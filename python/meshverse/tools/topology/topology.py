@@ -13,7 +13,7 @@ import torch
 from meshverse._core import RankMap
 from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.hooks import World
-from meshverse.wording import counted
+from meshverse.wording import counted, rank_list
 
 from .levels import Level, level_of, level_of_blocks, nested
 
@@ -39,7 +39,7 @@ class Topology:
     Raises:
         ValueError: the levels are not nested or have different numbers of ranks, there is no level,
             or a level or part has an empty name.
-        TypeError: a name is not a string.
+        TypeError: a name is not a string, or the parts are no mapping of sequences.
 
     Example:
         >>> cluster = Topology({"node": ["a", "b", "a", "b"]})
@@ -50,6 +50,11 @@ class Topology:
     levels: tuple[Level, ...]
 
     def __init__(self, parts: Mapping[str, Sequence[str]]) -> None:
+        if not isinstance(parts, Mapping):
+            raise TypeError(
+                f"{parts!r} is no topology: give, by level, the part of each rank, such as "
+                '{"node": ["a", "a", "b"]}.'
+            )
         self.levels = nested([level_of(name, of_rank) for name, of_rank in parts.items()])
 
     @classmethod
@@ -184,7 +189,8 @@ class Topology:
             RuntimeError: there is no default process group, or it has no store; some ranks did not
                 join in time (all ranks that wait get this error, which names them); or another rank
                 could not report its location.
-            ValueError: a rank reports no switch while others do; the network file is malformed, or
+            ValueError: a rank reports no switch while others do, or gives a node or a domain as one
+                of its switches; the network file is malformed, or
                 lacks a node of the job.
             TypeError: a name is not a string; the other ranks get a RuntimeError that says so.
             OSError: the network file cannot be read.
@@ -226,10 +232,17 @@ class Topology:
         Args:
             name: name of the level, such as "node".
             ranks: global ranks.
+
+        Raises:
+            ValueError: a rank is not in the topology.
         """
         level = self.level(name)
         if level is None:
             return None
+        if len(ranks) and not 0 <= min(ranks) <= max(ranks) < self.world_size:
+            raise ValueError(
+                f"The topology has ranks 0 to {self.world_size - 1}, but got {rank_list(ranks)}."
+            )
         return len(set(level.of_rank[torch.tensor(ranks, dtype=torch.int64)].tolist()))
 
     def to_dict(self) -> dict[str, dict[str, str]]:
