@@ -624,6 +624,16 @@ def test_an_index_that_does_not_fit_its_files_is_refused(
         load_pretrained(on_meta(str(tmp_path)), tmp_path)
 
 
+def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    saved("llama", str(tmp_path))
+    names, other = tensors_in(str(tmp_path)), "model-00001-of-00001.safetensors"
+    (tmp_path / other).write_bytes((tmp_path / "model.safetensors").read_bytes())
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": dict.fromkeys(names, other)}))
+    with pytest.raises(ValueError, match="two checkpoints, of which transformers reads the first"):
+        load_pretrained(on_meta(str(tmp_path)), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

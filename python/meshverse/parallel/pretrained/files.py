@@ -117,7 +117,8 @@ def read_folder(folder: Path) -> CheckpointFiles:
 
     Raises:
         FileNotFoundError: there is no such folder, or no such file in it.
-        ValueError: a file is damaged, or does not have the tensors that the index says.
+        ValueError: a file is damaged, or does not have the tensors that the index says; or the
+            folder has an index, and a single file that is not in it.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder. Give that of a checkpoint on this host.")
@@ -143,6 +144,11 @@ def read_folder(folder: Path) -> CheckpointFiles:
             f"{index} is damaged ({error!r:.200}): it must be JSON with a weight_map of tensors' "
             "names to files' names."
         ) from error
+    if (folder / WEIGHTS).exists() and WEIGHTS not in weight_map.values():
+        raise ValueError(
+            f"{folder} has {WEIGHTS}, and {INDEX} of other files: two checkpoints, of which "
+            "transformers reads the first. Remove the one that you do not mean."
+        )
     headers = {name: read_header(folder / name) for name in sorted({*weight_map.values()})}
     lacking = {key: name for key, name in weight_map.items() if key not in headers[name]}
     if lacking:

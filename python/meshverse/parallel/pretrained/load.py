@@ -117,7 +117,8 @@ def load_pretrained(
         RuntimeError: transformers cannot convert a tensor.
         TypeError: the model is not of transformers.
         ValueError: keys or shapes do not fit, ranks have different checkpoints, a file is damaged,
-            the weights are quantized, or the value of a buffer on the meta device is not known.
+            a single file lies beside an index of others, the weights are quantized, or the value
+            of a buffer on the meta device is not known.
     """
     seed = gathered(torch.initial_seed(), group)[0]
     plan = together(lambda: _plan(model, Path(folder), strict, seed), group)
