@@ -712,6 +712,19 @@ def test_an_adapter_that_is_saved_beside_its_model_leaves_the_model(tmp_path: Pa
         assert files.items() >= before.items()
         of_adapter = {"adapter_model.safetensors", "adapter_config.json"}
         assert files.keys() - before.keys() == of_adapter
+    with pytest.raises(ValueError, match="'default' of PeftModel would not get the latter"):
+        load_pretrained(adapted, tmp_path)
+    load_pretrained(on_meta(str(tmp_path)), tmp_path)  # a model without an adapter
+
+
+def test_numbers_that_no_file_can_have_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    model = saved("llama", str(tmp_path / "model"))
+    model.model.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"files: \{'model.phases': torch.complex64\}. Cast them"):
+        save_pretrained(model, tmp_path / "other")
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
 
 def test_buffers_that_are_not_on_the_meta_device_are_kept(tmp_path: Path) -> None:

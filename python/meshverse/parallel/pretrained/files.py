@@ -47,6 +47,11 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+def can_be_written(dtype: torch.dtype) -> bool:
+    """Return whether `FileWriter` has a name for a dtype. It has none for complex numbers."""
+    return dtype in _NAMES
+
+
 class FilePart(Source):
     """Tensor in a file, of which exactly the bytes that are asked for are read.
 

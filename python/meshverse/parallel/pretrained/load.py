@@ -30,7 +30,7 @@ from meshverse.parallel.models.modules import child_name, stage_of
 from .adapters import adapter_of, adapter_places, first_values
 from .agreement import check_is_same, gathered, together
 from .deferred import Deferred, Known, Source, source_of
-from .files import CheckpointFiles, FilePart, read_folder
+from .files import ADAPTER_WEIGHTS, CheckpointFiles, FilePart, read_folder
 from .new_values import new_values
 from .places import (
     Place,
@@ -117,8 +117,9 @@ def load_pretrained(
         RuntimeError: transformers cannot convert a tensor.
         TypeError: the model is not of transformers.
         ValueError: keys or shapes do not fit, ranks have different checkpoints, a file is damaged,
-            a single file lies beside an index of others, the weights are quantized, or the value
-            of a buffer on the meta device is not known.
+            a single file lies beside an index of others, an adapter lies beside the weights for
+            a model that has one, the weights are quantized, or the value of a buffer on the meta
+            device is not known.
     """
     seed = gathered(torch.initial_seed(), group)[0]
     plan = together(lambda: _plan(model, Path(folder), strict, seed), group)
@@ -193,6 +194,12 @@ def _plan(model: nn.Module, folder: Path, strict: bool, seed: int) -> _Plan:
     adapter = adapter_of(model)
     if files.is_adapter:
         return _plan_of_adapter(model, adapter, places, files, folder, strict)
+    if adapter is not None and (folder / ADAPTER_WEIGHTS).exists():
+        raise ValueError(
+            f"{folder} has weights of a whole model beside {ADAPTER_WEIGHTS}, and {adapter!r} of "
+            f"{type(model).__name__} would not get the latter. Move the adapter's files to a folder "
+            "of their own, and load both folders."
+        )
     _refuse_quantized(inner)
     own = {place.original for place in places}
     skeleton, report = filled_skeleton(

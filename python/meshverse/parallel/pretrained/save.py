@@ -33,7 +33,14 @@ from meshverse.parallel.models.modules import stage_of
 from .adapters import adapter_of, adapter_places, save_adapter
 from .agreement import check_is_same, gathered, on_first_rank, rank_in, together
 from .deferred import Box, Deferred, Source, read, source_of
-from .files import ADAPTER_WEIGHTS, INDEX, WEIGHTS, FileWriter, parts_of_files
+from .files import (
+    ADAPTER_WEIGHTS,
+    INDEX,
+    WEIGHTS,
+    FileWriter,
+    can_be_written,
+    parts_of_files,
+)
 from .places import (
     Place,
     class_of,
@@ -164,6 +171,12 @@ def _described(model: nn.Module, target: Path) -> tuple[Any, dict[str, Place]]:
         raise ValueError(
             f"{in_words(on_meta)} of {type(model).__name__} are on the meta device, and have no "
             "values to save. Load or initialize the model first."
+        )
+    dtypes = {each.name: each.tensor.dtype for each in found}
+    if other := {name: dtype for name, dtype in dtypes.items() if not can_be_written(dtype)}:
+        raise ValueError(
+            f"{type(model).__name__} has tensors of dtypes that are not written to safetensors "
+            f"files: {other}. Cast them, or save them by themselves."
         )
     if adapter_of(model) is not None:
         return inner, {}
