@@ -197,8 +197,8 @@ def _plan(model: nn.Module, folder: Path, strict: bool, seed: int) -> _Plan:
     if adapter is not None and (folder / ADAPTER_WEIGHTS).exists():
         raise ValueError(
             f"{folder} has weights of a whole model beside {ADAPTER_WEIGHTS}, and {adapter!r} of "
-            f"{type(model).__name__} would not get the latter. Move the adapter's files to a folder "
-            "of their own, and load both folders."
+            f"{type(model).__name__} would not get the latter. Move the adapter's files to a "
+            "folder of their own, and load both folders."
         )
     _refuse_quantized(inner)
     own = {place.original for place in places}
