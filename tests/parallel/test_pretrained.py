@@ -717,6 +717,18 @@ def test_an_adapter_that_is_saved_beside_its_model_leaves_the_model(tmp_path: Pa
     load_pretrained(on_meta(str(tmp_path)), tmp_path)  # a model without an adapter
 
 
+def test_a_save_that_is_killed_between_its_renames_loses_nothing(tmp_path: Path) -> None:
+    folder, older = tmp_path / "saved", tmp_path / ".saved.01234567.old"
+    model = saved("llama", str(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    folder.rename(older)
+    with pytest.raises(FileNotFoundError, match=r"killed left .*\.saved\.01234567\.old: rename"):
+        load_pretrained(model, folder)
+    save_pretrained(model, folder)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+
+
 def test_numbers_that_no_file_can_have_are_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:

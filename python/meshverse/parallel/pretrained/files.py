@@ -126,7 +126,10 @@ def read_folder(folder: Path) -> CheckpointFiles:
             folder has an index, and a single file that is not in it.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder. Give that of a checkpoint on this host.")
+        cure = "Give that of a checkpoint on this host."
+        if killed := sorted(folder.parent.glob(f".{folder.name}.????????.old")):
+            cure = f"A save that was killed left {killed[-1]}: rename that to load it."
+        raise FileNotFoundError(f"{folder} is no folder. {cure}")
     index = folder / INDEX
     if not index.exists():
         found = [name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).exists()]

@@ -457,6 +457,10 @@ def _replace(temporary: Path, target: Path) -> None:
         _sync(each)
     _sync(temporary)
     older = target.with_name(temporary.name.replace(".tmp", ".old"))
+    left = _left_by_saves(target)
+    saved = [each for each in left if each.suffix == ".old"]
+    if saved and not target.exists():  # a save was killed between the two renames below
+        os.rename(max(saved, key=lambda each: each.stat().st_mtime), target)
     if target.exists():
         replaced = _OF_ADAPTER if (temporary / ADAPTER_WEIGHTS).exists() else _OF_MODEL
         for each in target.iterdir():
@@ -465,10 +469,14 @@ def _replace(temporary: Path, target: Path) -> None:
         os.rename(target, older)
     os.rename(temporary, target)
     _sync(target.parent)
-    left = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(tmp|old)")
-    for each in target.parent.iterdir():
-        if left.fullmatch(each.name):  # of this call, or of one that was killed
-            shutil.rmtree(each, ignore_errors=True)
+    for each in {*left, older} - {temporary}:
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def _left_by_saves(target: Path) -> list[Path]:
+    """Return the folders beside a checkpoint that are of saves under way, or that were killed."""
+    names = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(tmp|old)")
+    return [each for each in target.parent.iterdir() if names.fullmatch(each.name)]
 
 
 def _link(path: Path, other: Path) -> None:
