@@ -77,7 +77,8 @@ def test_what_was_made_is_given_back_and_nothing_else(fresh_crew: Crew, way: str
             assert seen["during"][what] > seen["before"][what]
             if way == "destroy":  # after an abort, gloo's are left behind for their timeout
                 assert seen["after"][what] <= seen["before"][what]
-        assert seen["printed"] == "DeviceMesh((tp=2), 'cpu', stride=(1,))"
+        ended = {"destroy": "destroyed", "abort": "aborted"}[way]
+        assert seen["printed"] == f"DeviceMesh((tp=2), 'cpu', stride=(1,), universe={ended!r})"
 
 
 _CYCLES = 30  # what is left behind in each shows in the counts after one
