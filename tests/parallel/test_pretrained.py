@@ -33,6 +33,7 @@ from meshverse.parallel import (
     load_pretrained,
     save_pretrained,
 )
+from meshverse.parallel.pretrained.files import read_folder
 
 pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
 
@@ -622,6 +623,20 @@ def test_an_index_that_does_not_fit_its_files_is_refused(
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=text):
         load_pretrained(on_meta(str(tmp_path)), tmp_path)
+
+
+def test_checkpoints_of_other_steps_have_other_digests(tmp_path: Path) -> None:
+    model = saved("llama", str(tmp_path / "step"))
+    shutil.copytree(tmp_path / "step", tmp_path / "copy")
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(1e-3)
+    save_pretrained(model, tmp_path / "next")
+    save_pretrained(model, tmp_path / "next again")
+    step, copy, later, again = (
+        read_folder(tmp_path / name).digest for name in ("step", "copy", "next", "next again")
+    )
+    assert step == copy != later == again
 
 
 def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:

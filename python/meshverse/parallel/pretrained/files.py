@@ -27,6 +27,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000  # the library's limit
 _BUFFER_BYTES = 1 << 26  # read at a time
+_SAMPLE_BYTES = 4096  # read at four places of a file, to compare it with copies on other hosts
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -108,7 +109,8 @@ class CheckpointFiles(NamedTuple):
 
     Attributes:
         parts: tensors by name.
-        digest: of all names, shapes, dtypes and places: the same for copies of a folder.
+        digest: of all names, shapes, dtypes and places, and of some bytes of each file: the same
+            for copies of a folder, and another one for another step of the same training.
         is_adapter: whether they are an adapter of PEFT.
     """
 
@@ -142,7 +144,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
             )
         headers = {found[0]: read_header(folder / found[0])}
         is_adapter = found[0] == ADAPTER_WEIGHTS
-        return CheckpointFiles(dict(headers[found[0]]), _digest(headers), is_adapter)
+        return CheckpointFiles(dict(headers[found[0]]), _digest(folder, headers), is_adapter)
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         if not all(isinstance(text, str) for text in (*weight_map.keys(), *weight_map.values())):
@@ -165,7 +167,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
             "have them: files and index are not of one checkpoint."
         )
     parts = {key: headers[name][key] for key, name in weight_map.items()}
-    return CheckpointFiles(parts, _digest(headers))
+    return CheckpointFiles(parts, _digest(folder, headers))
 
 
 def read_header(path: Path) -> dict[str, FilePart]:
@@ -228,13 +230,20 @@ def _fields(entry: Any, name: str, path: Path) -> tuple[str, list[int], list[int
     return str(fields.get("dtype")), shape, offsets
 
 
-def _digest(headers: Mapping[str, Mapping[str, FilePart]]) -> str:
+def _digest(folder: Path, headers: Mapping[str, Mapping[str, FilePart]]) -> str:
     contents = [
         (file, name, str(part.dtype), tuple(part.shape), part._start)
         for file, parts in sorted(headers.items())
         for name, part in sorted(parts.items())
     ]
-    return hashlib.sha256(repr(contents).encode()).hexdigest()
+    digest = hashlib.sha256(repr(contents).encode())
+    for name in sorted(headers):
+        size = (folder / name).stat().st_size
+        with open(folder / name, "rb") as file:
+            for start in (size // 4, size // 2, 3 * size // 4, size - _SAMPLE_BYTES):
+                file.seek(max(0, start))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _some(names: Any) -> list[str]:
