@@ -244,6 +244,7 @@ def test_many_ranks_that_do_not_come_are_one_short_line() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="of systems with /dev/full")
+@pytest.mark.long
 def test_a_report_that_cannot_be_written_ends_with_2() -> None:
     command = [sys.executable, *_DOCTOR, "--megabytes", "0.1", "--backend", "gloo"]
     with open("/dev/full", "w") as full:
