@@ -137,7 +137,7 @@ def placements_of(
             "they must be equal. For a mesh over some ranks, create a topology of these ranks, in "
             "their order, and pass ranks= to the mesh."
         )
-    weights = [_DEFAULT_RATIO ** min(index, 300) for index in range(len(shape))]
+    weights = [_DEFAULT_RATIO**index for index in range(len(shape))]
     if traffic is not None:
         given = _checked("traffic", traffic, names, "axes")
         weights = [given.get(name, 1.0) for name in names or [""] * len(shape)]
