@@ -14,6 +14,7 @@ side that joins late or restarts finds all the others in the same round.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import socket
 import time
@@ -68,8 +69,8 @@ def connect(
         ValueError: an argument is not valid, the size or backend differs from that of another
             process, another live process has this rank, or this process has an open connection of
             this name.
-        TypeError: `store` is neither a store nor an address, the timeout is not a timedelta, or
-            `options` is not an options object.
+        TypeError: `store` is neither a store nor an address, `rank` or `size` is no integer, the
+            timeout is not a timedelta, or `options` is not an options object.
         RuntimeError: some processes did not join in time (the error names their ranks), the store
             cannot be reached, or c10d could not connect the processes.
 
@@ -78,6 +79,7 @@ def connect(
         ...     "weights", "10.0.0.1:29700", rank=dist.get_rank(), size=6
         ... )  # doctest: +SKIP
     """
+    rank, size = operator.index(rank), operator.index(size)
     if not 0 <= rank < size:
         raise ValueError(f"connect(rank={rank}, size={size}): ranks run from 0 to size - 1.")
     if not name:
@@ -111,6 +113,8 @@ _hosted: dict[str, dist.Store] = {}
 # c10d name, and who is connecting it now.
 _last: dict[tuple[int, str], tuple[Callable[[], Connection | None], str]] = {}
 _claims: dict[tuple[int, str], Claim] = {}
+# By process id: what identifies this process. Containers may have equal host names and process ids.
+_identities: dict[int, str] = {}
 
 
 @contextlib.contextmanager
@@ -179,8 +183,9 @@ class _Rounds:
         self._name, self._rank, self._size, self._timeout = name, rank, size, timeout
         self.store = dist.PrefixStore(f"meshverse connection {name}", store)
         self._keys = StoreKeys(self.store, "rounds", size)
-        # Identify this call of `connect`, and this process.
-        self._attempt, self._process = os.urandom(8).hex(), f"{socket.gethostname()}:{os.getpid()}"
+        self._attempt = os.urandom(8).hex()  # identifies this call of `connect`
+        self._process = _identities.setdefault(os.getpid(), os.urandom(8).hex())
+        self._address = f"{socket.gethostname()}:{os.getpid()}"
 
     def join(self, settings: str) -> int:
         """Join rounds until one is complete; return its number.
@@ -204,17 +209,18 @@ class _Rounds:
                         f"rank {self._rank} has {settings}, and others have {found}. Pass the same "
                         "in all processes.",
                     )
-                mine = f"{self._attempt} {self._process}"
-                holder = self._keys.put_first(f"{number} {self._rank}", mine)
-                if not holder.startswith(self._attempt):
-                    who = holder.partition(" ")[2]
-                    if who == taken_by != self._process:  # twice, so that process is alive
+                mine = f"{self._attempt} {self._process} {self._address}"
+                attempt, process, there = self._keys.put_first(
+                    f"{number} {self._rank}", mine
+                ).split(" ", 2)
+                if attempt != self._attempt:
+                    if process == taken_by != self._process:  # twice, so that process is alive
                         self._refuse(
                             number,
-                            f"processes {who} and {self._process} (as host:pid) both have rank "
+                            f"processes {there} and {self._address} (as host:pid) both have rank "
                             f"{self._rank}. Pass a different rank in each.",
                         )
-                    taken_by = who
+                    taken_by = process
                     self._end(number)
                     continue
                 self._keys.count(f"{number} count")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,21 +156,24 @@ def test_who_does_not_come_is_named_and_may_come_later(
 
 
 def _disagree(folder: str, address: str, how: str) -> str:
-    with _own_world(folder) as (_, rank):
+    with _own_world(folder) as (_, rank), pytest.MonkeyPatch.context() as patched:
         odd: dict[str, Any] = {}
         if how == "size":
             odd = {"size": 7}
-        elif how == "rank":
+        elif how != "backend":
             odd = {"rank": 3}
-        elif how == "backend":
+        else:
             odd = {"backend": "cpu:gloo"}
         given = {"rank": rank, **(odd if rank == 4 else {})}
-        if rank == 4 and how != "rank":  # all learn of the error at once
+        if how == "containers":  # each of which has a process 7, and all the host's name
+            numbered = SimpleNamespace(getpid=lambda: 7, urandom=os.urandom)
+            patched.setattr("meshverse.connection.os", numbered)
+        if rank == 4 and "rank" not in odd:  # all learn of the error at once
             _wait_until_they_wait(5, address)
         return _said(lambda: _connect(address, **given).close())
 
 
-@pytest.mark.parametrize("how", in_tiers(["size", "rank", "backend"], ["size"]))
+@pytest.mark.parametrize("how", in_tiers(["size", "rank", "containers", "backend"], ["size"]))
 def test_processes_that_disagree_get_an_error(
     crew: Crew, tmp_path: Path, address: str, how: str
 ) -> None:
@@ -177,6 +181,7 @@ def test_processes_that_disagree_get_an_error(
     texts = {
         "size": "processes, backend gloo, and others have",
         "rank": "(as host:pid) both have rank 3. Pass a",
+        "containers": "(as host:pid) both have rank 3. Pass a",
         "backend": "backend cpu:gloo",
     }
     assert all(texts[how] in answer for answer in answers), answers
@@ -216,6 +221,7 @@ def test_a_side_that_dies_is_an_error_on_both(crew: Crew, tmp_path: Path, addres
     [
         ({"rank": 6}, ValueError, r"connect\(rank=6, size=6\): ranks run from 0"),
         ({"rank": -1}, ValueError, "ranks run from 0"),
+        ({"rank": 0.5}, TypeError, "integer"),
         ({"name": ""}, ValueError, "pass a name"),
         ({"timeout": 3}, TypeError, "timedelta"),
         ({"timeout": timedelta(0)}, ValueError, "longer than zero"),

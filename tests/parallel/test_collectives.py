@@ -156,18 +156,21 @@ def test_equal_axes_of_the_two_meshes_share_groups(world) -> None:
         ({"world_size": 4}, r"rank=5 of world_size=4, .*is rank 5 of 8"),
         ({"rank": 1}, r"rank=1 of world_size=8, .*is rank 5 of 8"),
         ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "not a member"),
+        ({"device_type": "cuda:1"}, r"device_type='cuda:1' must be .*local_rank=1\. Give 'cuda'"),
     ],
 )
 @in_worlds((8, 5))
 def test_what_does_not_fit_is_refused_with_the_numbers(world, changed, message) -> None:
     before = group_names()
-    arguments = {"rank": 5, "world_size": 8, "local_world_size": 4, "local_rank": 1, **changed}
+    arguments = {"rank": 5, "world_size": 8, "local_world_size": 4, "local_rank": 1}
     with pytest.raises(ValueError, match=message):
-        MeshCollective(device_type="cpu", **arguments)
+        MeshCollective(**{**arguments, "device_type": "cpu", **changed})
     assert group_names() == before
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"tp_size": 2, "sharding_world_size": 4}])
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 4}, {"tp_size": 1}, {"tp_size": 2, "sharding_world_size": 4}]
+)
 @in_worlds((8, 5))
 def test_sizes_that_are_not_those_of_the_meshes_given_are_refused(world, sizes) -> None:
     place = {"local_world_size": 4, "local_rank": 1, "device_type": "cpu"}

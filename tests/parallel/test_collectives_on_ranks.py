@@ -70,6 +70,9 @@ def _results(collective: Collective, value: int) -> dict[str, Any]:
     results["gathered"] = collective.all_gather(columns).tolist()
     results["gathered scalar"] = collective.all_gather(torch.tensor(value)).tolist()
     results["gathered strided"] = collective.all_gather(columns.t()).tolist()
+    conjugate = torch.tensor([complex(1, value)]).conj()  # the bit alone, as that of its imag
+    results["gathered conjugate"] = collective.all_gather(conjugate).tolist()
+    results["gathered negative"] = collective.all_gather(conjugate.imag).tolist()
     results["list"] = [each.tolist() for each in collective.all_gather_to_list(columns)]
     results["objects"] = collective.all_gather_objects({"value": value, "text": "x" * value})
     results["sent"], results["sent objects"] = [], []
@@ -107,6 +110,8 @@ def _expected(values: list[int], mine: int) -> dict[str, Any]:
         "gathered": [column[0] for column in columns],
         "gathered scalar": values,
         "gathered strided": [[each] for column in columns for each in column[0]],
+        "gathered conjugate": [complex(1, -value) for value in values],
+        "gathered negative": [-value for value in values],
         "list": columns,
         "objects": [{"value": value, "text": "x" * value} for value in values],
         "sent": [([[value] * 2] * 2, [[value] * 3] * 2) for value in values],

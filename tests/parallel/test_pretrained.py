@@ -30,6 +30,7 @@ from meshverse.parallel import (
     ParallelismSizes,
     create_fsdp2_device_mesh,
     fsdp2_strategy_parallelize,
+    initialize_weights,
     load_pretrained,
     save_pretrained,
 )
@@ -493,6 +494,10 @@ def _save_meta(model: Any, folder: str) -> object:
     return save_pretrained(model, f"{folder}/saved")
 
 
+def _save_of_other_sizes(model: Any, folder: str) -> object:
+    return save_pretrained(model, f"{folder}/saved", max_shard_size=1 + dist.get_rank() // 2)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
@@ -532,6 +537,12 @@ def _save_meta(model: Any, folder: str) -> object:
             "are on the meta device, and have no values to save",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            _save_of_other_sizes,
+            "ValueError",
+            r"max_shard_size differs between ranks: ranks \[2, 3\] have '2', rank 0 has '1'",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_bad_input_raises_the_same_on_all_ranks_and_changes_nothing(
@@ -544,6 +555,31 @@ def test_bad_input_raises_the_same_on_all_ranks_and_changes_nothing(
 
 
 # --- One process ---------------------------------------------------------------------------------
+
+
+def _calls_beside_a_group(folder: str) -> list[str]:
+    model = saved("llama", f"{folder}/given")
+    group = dist.new_group([0])
+    calls: list[Callable[[], object]] = [
+        lambda: load_pretrained(model, f"{folder}/given", group=group),
+        lambda: initialize_weights(model, group=group),
+        lambda: save_pretrained(model, f"{folder}/saved", group=group),
+    ]
+    return [_refusal(call) for call in calls]
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_is_not_in_the_group_is_refused(crew: Crew, tmp_path: Path) -> None:
+    first, second = crew.run(_calls_beside_a_group, 2, str(tmp_path))
+    assert first == [""] * 3
+    assert all("Rank 1 is not in the process group that was given" in each for each in second)
 
 
 def _untied(folder: Path) -> Any:
@@ -713,6 +749,31 @@ def test_other_files_of_an_older_folder_are_kept(tmp_path: Path) -> None:
     written = {each.name for each in folder.iterdir() if each.name not in own}
     assert written == {"config.json", "generation_config.json", "model.safetensors", "more"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["given", "saved"]
+
+
+def test_a_log_that_is_open_in_an_older_folder_is_written_on(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    model = saved("llama", str(folder))
+    (folder / "runs").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "latest").symlink_to(tmp_path / "elsewhere")
+    with open(folder / "runs" / "events", "w") as log:
+        save_pretrained(model, folder)
+        log.write("step 2")
+    assert (folder / "runs" / "events").read_text() == "step 2"
+    assert (folder / "latest").readlink() == tmp_path / "elsewhere"
+
+
+def test_a_model_that_does_not_take_its_own_names_is_not_taken_for_loaded(tmp_path: Path) -> None:
+    saved("llama", str(tmp_path))
+    model = on_meta(str(tmp_path))
+
+    def rename(_: object, state: dict[str, Any], prefix: str, *__: object) -> None:
+        state[f"{prefix}scale"] = state.pop(f"{prefix}weight")
+
+    model.model.norm._register_load_state_dict_pre_hook(rename, with_module=True)
+    with pytest.raises(RuntimeError, match=r"has not taken model\.norm\.weight, which are still"):
+        load_pretrained(model, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft

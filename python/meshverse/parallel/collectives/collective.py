@@ -101,7 +101,8 @@ class Collective(ABC):
                 a tensor of shape (1,).
 
         Returns:
-            A tensor of shape (world_size * n, ...), on the argument's device.
+            A tensor of shape (world_size * n, ...), on the argument's device. Gradients do not
+            flow through it.
         """
         own = self._stage(tensor if tensor.ndim else tensor.reshape(1))
         gathered = own.new_empty((self.world_size * own.shape[0], *own.shape[1:]))
@@ -162,7 +163,8 @@ class Collective(ABC):
 
     def _stage(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself if the backend can send it, else a copy that it can send."""
-        return tensor.detach().to(self._communication_device or tensor.device).contiguous()
+        plain = tensor.detach().resolve_conj().resolve_neg()  # c10d sends memory as it is
+        return plain.to(self._communication_device or tensor.device).contiguous()
 
     @contextlib.contextmanager
     def _staged(self, tensor: Tensor) -> Iterator[Tensor]:

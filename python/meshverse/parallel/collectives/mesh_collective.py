@@ -45,14 +45,15 @@ class MeshCollective(Collective):
         world_size: number of processes in the collective.
         local_world_size: number of processes on each node; a node's ranks are consecutive.
         local_rank: index of this process, and of its device, on its node.
-        device_type: "cpu", "cuda", or another, such as "mps", whose tensors are sent via the CPU.
+        device_type: "cpu", "cuda", or another, such as "mps", whose tensors are sent via the CPU;
+            without an index, which `local_rank` is.
         mesh: existing meshes to use; by default new ones are created.
         process_group: process group of the operations; by default the default group. With `mesh`,
             it may be a group along some axes of the mesh.
-        tp_size: number of processes in a tensor-parallel group, which is within a node. With
-            `mesh`, this and `sharding_world_size` may be left out.
-        sharding_world_size: number of shards of each replica. By default the number of
-            tensor-parallel groups on a node.
+        tp_size: number of processes in a tensor-parallel group, which is within a node; by default
+            that of `mesh`, or 1.
+        sharding_world_size: number of shards of each replica. By default that of `mesh`, or the
+            number of tensor-parallel groups on a node.
 
     Raises:
         ValueError: sizes are not divisible as required or disagree with `mesh`, or rank and size
@@ -69,10 +70,16 @@ class MeshCollective(Collective):
         device_type: str,
         mesh: Meshes | None = None,
         process_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
+        tp_size: int | None = None,
         sharding_world_size: int | None = None,
     ) -> None:
+        if torch.device(device_type).index is not None:
+            raise ValueError(
+                f"device_type={device_type!r} must be without an index: this process's device is "
+                f"that of local_rank={local_rank}. Give {torch.device(device_type).type!r}."
+            )
         if mesh is None:
+            tp_size = 1 if tp_size is None else tp_size
             shape = _parallel_shape(world_size, local_world_size, tp_size, sharding_world_size)
         else:
             shape = mesh.parallel_mesh.shape
@@ -86,7 +93,7 @@ class MeshCollective(Collective):
                     f"local_world_size={local_world_size}, but mesh= has "
                     f"{mesh.physical_mesh.shape[-1]} ranks on each node. They must agree."
                 )
-            if tp_size not in (1, shape[2]) or sharding_world_size not in (None, shape[1]):
+            if tp_size not in (None, shape[2]) or sharding_world_size not in (None, shape[1]):
                 raise ValueError(
                     f"tp_size={tp_size} and sharding_world_size={sharding_world_size}, but mesh= "
                     f"has tp={shape[2]} and dp_shard={shape[1]}. They must agree: leave them out."

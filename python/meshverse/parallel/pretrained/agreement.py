@@ -15,12 +15,29 @@ _ALIKE: tuple[type[Exception], ...] = (
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every rank's value, by rank in the group; without a process group, this one's."""
+    """Return every rank's value, by rank in the group; without a process group, this one's.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
     if not dist.is_initialized():
         return [value]
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"Rank {dist.get_rank()} is not in the process group that was given as group=. Make "
+            "the call on its ranks alone, or give a group of all ranks that have a part of the "
+            "model."
+        )
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def sent_from(first: int, value: _Result, group: dist.ProcessGroup | None) -> _Result:
+    """Return the value of one rank of a group, on all its ranks."""
+    values = [value if rank_in(group) == first else None]
+    dist.broadcast_object_list(values, group=group, group_src=first)
+    return values[0]  # type: ignore[return-value]
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

@@ -409,6 +409,12 @@ def _materialize(model: nn.Module, reads: _Reads, device: torch.device | str | N
             setattr(place.module, place.own_name, made[id(old)])
     # Unlike setting attributes, this tells FSDP2, which also shards what it has gathered.
     model.load_state_dict(state, strict=False, assign=True)
+    if left := [place.name for place, _ in reads if place.tensor.is_meta]:
+        raise RuntimeError(
+            f"load_state_dict() of {type(model).__name__} has not taken {in_words(left)}, which "
+            "are still on the meta device: a hook or a method of a module changes the names. "
+            "Load the model before you add it."
+        )
 
 
 def _with_memory(old: Tensor, device: torch.device) -> Tensor:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from meshverse.parallel.models.modules import stage_of
 
 from .adapters import adapter_of, adapter_places, save_adapter
-from .agreement import check_is_same, gathered, on_first_rank, rank_in, together
+from .agreement import check_is_same, gathered, on_first_rank, rank_in, sent_from, together
 from .deferred import Box, Deferred, Source, read, source_of
 from .files import (
     ADAPTER_WEIGHTS,
@@ -141,6 +141,7 @@ def save_pretrained(
     """
     target = Path(os.path.realpath(folder))
     limit = together(lambda: _in_bytes(max_shard_size), group)
+    check_is_same("max_shard_size", str(limit), group, "Give the same size on all ranks.")
     inner, places = together(lambda: _described(model, target), group)
     check_is_same("folder", str(target), group, "Give one folder on a file system that all share.")
     adapter = together(lambda: adapter_of(model), group)
@@ -425,11 +426,14 @@ def _save_adapter(
     """Save an adapter's files, which the first rank writes."""
     found = together(lambda: adapter_places(model, adapter, _persistent(model, inner)), group)
     stages = _stages(found, group)
-    is_first = any(stage.ranks[0] == rank_in(group) for stage in stages)
     with _new_folder(target, group) as temporary:
-        own = {name: _whole(place.tensor).cpu() for name, place in found.items()}
-        every = gathered(own if is_first and rank_in(group) else {}, group)
-        tensors = {name: each for held in [*every, own] for name, each in held.items()}
+        own = together(
+            lambda: {name: _whole(place.tensor).cpu() for name, place in found.items()}, group
+        )
+        tensors = dict(own)
+        for first, *_ in (stage.ranks for stage in stages):  # a stage at a time, for the memory
+            sent = sent_from(first, own, group) if first else {}
+            tensors.update(sent if rank_in(group) == 0 else {})
         on_first_rank(lambda: save_adapter(model, adapter, tensors, temporary), group)
 
 
@@ -480,13 +484,20 @@ def _left_by_saves(target: Path) -> list[Path]:
 
 
 def _link(path: Path, other: Path) -> None:
-    """Give a file a second name, or copy it; folders with all that is in them."""
-    if path.is_dir():
-        shutil.copytree(path, other, symlinks=True)
-        return
+    """Give a file a second name, or copy it; folders with all that is in them.
+
+    What another program has opened, such as a log, stays the file that it writes to.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.copytree(path, other, symlinks=True, copy_function=_link_file)
+    else:
+        _link_file(path, other)
+
+
+def _link_file(path: os.PathLike[str] | str, other: os.PathLike[str] | str) -> None:
     try:
         os.link(path, other, follow_symlinks=False)
-    except OSError:
+    except OSError:  # a file system without hard links
         shutil.copy2(path, other, follow_symlinks=False)
 
 
