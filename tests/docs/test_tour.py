@@ -66,9 +66,9 @@ for cell in notebook.cells:
         cell.outputs, cell.execution_count = [], None
 manager = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=sockets + "/socket")
 where = {"metadata": {"path": sys.argv[1].rpartition("/")[0]}}
-client = NotebookClient(
-    notebook, km=manager, timeout=int(seconds), allow_errors=True, resources=where
-)
+# Without limits of its own: 60 s for the kernel's start, 4 s for what a cell has printed.
+limits = dict.fromkeys(["timeout", "startup_timeout", "iopub_timeout"], int(seconds))
+client = NotebookClient(notebook, km=manager, allow_errors=True, resources=where, **limits)
 client.execute()
 for cell in notebook.cells:
     cell.metadata.pop("execution", None)  # times of day
