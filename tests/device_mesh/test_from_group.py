@@ -64,6 +64,17 @@ def test_bad_input(family: Family, groups, mesh, names, message, axis_groups) ->
         family.DeviceMesh.from_group(given, "cpu", mesh, mesh_dim_names=names)
 
 
+def test_groups_of_other_ranks_than_the_axes_are_refused(axis_groups) -> None:
+    # torch accepts them, and then communicates along other axes than the mesh says.
+    swapped = axis_groups[::-1]
+    message = r"axis 0 the process group of ranks \[4, 5, 6, 7\], but .* mesh are \[1, 5\]"
+    with groups_created(0), pytest.raises(ValueError, match=message):
+        DeviceMesh.from_group(swapped, "cpu", _RANKS, mesh_dim_names=("dp", "tp"))
+    elsewhere = [[0, 1], [2, 3]]  # without this rank: torch's mesh has the groups too
+    mesh = DeviceMesh.from_group(axis_groups, "cpu", elsewhere, mesh_dim_names=("dp", "tp"))
+    assert mesh.get_coordinate() is None
+
+
 def test_groups_of_the_user_are_listed_but_not_shared(axis_groups) -> None:
     with groups_created(0):
         mesh = DeviceMesh.from_group(axis_groups, "cpu", _RANKS, mesh_dim_names=("dp", "tp"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from helpers.interrupts import is_interrupted_at
@@ -213,6 +215,22 @@ def test_tags_of_axes_that_are_not_there_are_refused(mesh) -> None:
         _mesh_in(mesh.universe, isolate={"tp": "mine", 1: "mine"})
     with pytest.raises(TypeError, match="mapping from axis name or index"):
         _mesh_in(mesh.universe, isolate=["tp"])
+
+
+def test_keys_that_only_equal_an_axis_are_refused(mesh) -> None:
+    with groups_created(0), pytest.raises(RuntimeError, match="invalid keys in isolate"):
+        _mesh_in(mesh.universe, isolate={torch.tensor(1): "mine"})
+
+
+def test_a_tag_may_be_a_member_of_an_enum_of_strings(mesh) -> None:
+    class Tag(str, enum.Enum):
+        A = "a"
+
+    with isolate("x"):
+        plain, member = mesh.flatten("all", isolate="a"), mesh.flatten("all", isolate=Tag.A)
+    with isolate("x"), isolate(Tag.A):
+        in_block = mesh.flatten("all")
+    assert plain is member is in_block
 
 
 # --- together with other things that keep groups apart -------------------------------------------

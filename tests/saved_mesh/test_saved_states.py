@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -288,3 +289,11 @@ def test_a_state_by_hand_may_use_lists(world) -> None:
     state["mesh"]["names"] = list(_NAMES)
     assert load_mesh(state) is mesh
     assert dist.get_process_group_ranks(load_mesh(state).get_group("tp")) == [4, 5, 6, 7]
+
+
+def test_a_rank_may_be_an_integer_of_numpy(world) -> None:
+    universe = Universe(8, rank=np.int64(world.rank))  # type: ignore[arg-type]
+    mesh = DeviceMesh("cpu", torch.arange(8), universe=universe)
+    assert load_mesh(save_mesh(mesh)) == mesh
+    with pytest.raises(TypeError, match="float"):
+        Universe(8, rank=3.0)  # type: ignore[arg-type]

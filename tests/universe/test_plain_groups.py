@@ -107,6 +107,18 @@ def test_lists_that_share_this_rank_are_refused(universe: Universe) -> None:
 
 
 @pytest.mark.parametrize(
+    "lists",
+    [[[[4, 5], [6, 7]]], torch.arange(8).view(2, 2, 2), {"tp": [4, 5]}, ["45"]],
+    ids=["nested", "three dimensions", "dict", "string"],
+)
+def test_lists_that_hold_no_ranks_are_refused(universe: Universe, lists) -> None:
+    names = group_names()
+    with pytest.raises(TypeError, match="pass lists of global ranks"):
+        universe.groups_of(lists)
+    assert group_names() == names
+
+
+@pytest.mark.parametrize(
     ("ranks", "arguments", "error", "text"),
     [
         ([5, 5], {}, ValueError, "5"),

@@ -311,8 +311,8 @@ class DeviceMesh(StockDeviceMesh):
 
         Raises:
             ValueError: with a single group, `mesh` differs from its ranks; with a list of groups,
-                `mesh` or `mesh_dim_names` is missing, or the number of axes is not the
-                number of groups.
+                `mesh` or `mesh_dim_names` is missing, the number of axes is not the number of
+                groups, or a group has other ranks than this rank's axis (torch accepts that).
         """
         groups, ranks = read_groups(group, mesh, mesh_dim_names)
         result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)

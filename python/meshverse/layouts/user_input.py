@@ -209,8 +209,8 @@ def read_groups(
     Raises:
         TypeError: `group` is neither a process group nor an iterable of process groups.
         ValueError: with one group, `mesh` is not the list of its ranks. Or with several groups,
-            `mesh` or `names` is missing, `mesh` has not as many axes as there are groups, or its
-            values are not ranks.
+            `mesh` or `names` is missing, `mesh` has not as many axes as there are groups, its
+            values are not ranks, or a group has other ranks than its axis.
         RuntimeError: `mesh` is a tensor whose values cannot be read.
     """
     if isinstance(group, dist.ProcessGroup):
@@ -240,7 +240,26 @@ def read_groups(
             "Expects mesh with ndim equal to number of ProcessGroups but got mesh "
             f"{ranks_of_mesh.tolist()} and {len(groups)} ProcessGroups"
         )
+    _check_ranks_of_groups(groups, ranks_of_mesh)
     return groups, ranks_of_mesh
+
+
+@outside_torch_modes()
+def _check_ranks_of_groups(groups: Sequence[ProcessGroup], ranks_of_mesh: torch.Tensor) -> None:
+    """Raise ValueError if a group has other ranks than this rank's axis of the mesh."""
+    found = (ranks_of_mesh == dist.get_rank()).nonzero()
+    if len(found) != 1:  # this rank is outside the mesh, or the mesh is refused as a rank repeats
+        return
+    coordinate = found[0].tolist()
+    for axis, group in enumerate(groups):
+        along = ranks_of_mesh[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
+        ranks = dist.get_process_group_ranks(group)
+        if sorted(ranks) != sorted(along):
+            raise ValueError(
+                f"from_group() got for axis {axis} the process group of ranks {ranks}, but this "
+                f"rank's ranks along this axis of the mesh are {along}. Pass the groups in the "
+                "order of the axes, and the ranks of the same groups as mesh=."
+            )
 
 
 def _ranks_of_live(group: ProcessGroup) -> list[int]:

@@ -67,7 +67,7 @@ def isolate(tag: str) -> Iterator[None]:
 
 
 def check_tag(tag: str) -> str:
-    """Return a tag after checking it.
+    """Return a tag as a plain string, after checking it.
 
     Raises:
         TypeError: the tag is not a string.
@@ -84,7 +84,7 @@ def check_tag(tag: str) -> str:
             f"Isolation tag {tag!r}: a tag has at least one character, printable ones only, no "
             f"'; ', and is not {IN_MESH_ORDER!r}. Leave `isolate` out to share groups."
         )
-    return tag
+    return str.__str__(tag)  # a member of `class Tag(str, Enum)` would be joined as "Tag.A"
 
 
 def normalize_tags(
@@ -214,7 +214,9 @@ def by_axis(
         RuntimeError: a key is not an axis, or an axis has two keys, its index and its name.
     """
     names = tuple(axis_names or ())
-    invalid = [key for key in values if key not in names and key not in range(ndim)]
+    # By hash, as values are looked up: a tensor equals an index, but has no value under it.
+    axes = {*names, *range(ndim)}
+    invalid = [key for key in values if key not in axes]
     if invalid:
         raise RuntimeError(
             f"Found invalid keys in {argument}: got {invalid}, expected integers in range "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,12 @@ def group_containing_rank(
     """Return the process group of the list with this rank; see `Universe.groups_of`."""
     # Lists and ranges are not copied: there may be as many of them as ranks.
     all_lists = [each if isinstance(each, (list, range)) else _listed(each) for each in lists]
+    for each in all_lists:  # no rank is in a list of lists, or in the letters of a name
+        if len(each) and isinstance(each[0], Collection):
+            raise TypeError(
+                f"groups_of() got {each!r:.80} as a list of ranks: pass lists of global ranks, such "
+                "as [[0, 1], [2, 3]], or a tensor or array with two dimensions."
+            )
     mine = [ranks for ranks in all_lists if universe.rank in ranks]
     if len(mine) > 1:
         raise ValueError(

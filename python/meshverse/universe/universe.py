@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -88,7 +89,8 @@ class Universe:
     Raises:
         ValueError: ranks repeat, are negative or are not in the topology; or the timeout is not
             positive.
-        TypeError: the timeout is not a timedelta, or `options` is not an options object.
+        TypeError: the timeout is not a timedelta, `options` is not an options object, or `rank` is
+            no integer.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Universe:
         self.rank_was_passed = rank is not None
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # torch's error
-        self.rank = rank
+        self.rank = rank = operator.index(rank)  # numpy's integers could be saved, but not loaded
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
         self.groups: UniverseGroups = UniverseGroups(
@@ -320,6 +322,7 @@ class Universe:
 
         Raises:
             ValueError: this rank is in several lists; or as in `group`.
+            TypeError: an element of a list is a list or a string; or as in `group`.
 
         Example:
             >>> tp_group = universe.groups_of([[0, 1], [2, 3]], name="tp")  # doctest: +SKIP
