@@ -63,13 +63,9 @@ def group_containing_rank(
     """Return the process group of the list with this rank; see `Universe.groups_of`."""
     # Lists and ranges are not copied: there may be as many of them as ranks.
     all_lists = [each if isinstance(each, (list, range)) else _listed(each) for each in lists]
-    for each in all_lists:  # no rank is in a list of lists, or in the letters of a name
-        if len(each) and isinstance(each[0], Collection):
-            raise TypeError(
-                f"groups_of() got {each!r:.80} as a list of ranks: pass lists of global ranks, such "
-                "as [[0, 1], [2, 3]], or a tensor or array with two dimensions."
-            )
     mine = [ranks for ranks in all_lists if universe.rank in ranks]
+    if not mine:
+        _check_hold_ranks(all_lists)
     if len(mine) > 1:
         raise ValueError(
             f"Rank {universe.rank} is in {len(mine)} of these lists, such as "
@@ -81,6 +77,16 @@ def group_containing_rank(
         made = [universe.group(ranks, **arguments) for ranks in all_lists]
         return next((one for one in made if one is not _NOT_A_MEMBER), _NOT_A_MEMBER)
     return universe.group(mine[0], **arguments) if mine else _NOT_A_MEMBER
+
+
+def _check_hold_ranks(lists: Iterable[Any]) -> None:
+    """Raise TypeError for lists of lists, and for names: no rank is ever in them."""
+    for each in lists:
+        if len(each) and isinstance(each[0], Collection):
+            raise TypeError(
+                f"groups_of() got {each!r:.80} as a list of ranks: pass lists of global ranks, such "
+                "as [[0, 1], [2, 3]], or a tensor or array with two dimensions."
+            )
 
 
 def _listed(ranks: Any) -> list[int]:
