@@ -8,7 +8,6 @@ its rows: when the experts run, ranks exchange them for the columns of their exp
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,17 +17,9 @@ from torch.distributed.tensor import Placement, Shard
 from meshverse.parallel.models.modules import adapted
 from meshverse.parallel.styles.local_styles import replaced_attributes
 
-from .stacked import DOWN, StackedExperts, describe
+from .stacked import DOWN, StackedExperts, experts_inside
 
 _PAIR = ("lora_A", "lora_B")
-
-
-def experts_inside(module: nn.Module) -> nn.Module:
-    """Return the stacked experts inside PEFT's wrappers; another module is returned as it is."""
-    inner = module
-    while adapted(inner) is not inner:
-        inner = adapted(inner)
-    return module if describe(inner) is None else inner
 
 
 def wrappers_of(module: nn.Module) -> list[Any]:
@@ -81,15 +72,15 @@ def check_adapters(name: str, module: nn.Module, experts: StackedExperts, size: 
 
 def placements_of_adapters(module: nn.Module) -> dict[str, Placement]:
     """Return placements of the matrices of a module's adapters, by name in the module."""
-    matrices = {id(each) for wrapper in wrappers_of(module) for each in _matrices_of(wrapper)}
+    matrices = {
+        id(each)
+        for wrapper in wrappers_of(module)
+        for side in _PAIR
+        for each in getattr(wrapper, side).parameters()
+    }
     return {
         name: Shard(0) for name, parameter in module.named_parameters() if id(parameter) in matrices
     }
-
-
-def _matrices_of(wrapper: Any) -> Iterator[nn.Parameter]:
-    for pair in _PAIR:
-        yield from getattr(wrapper, pair).parameters()
 
 
 def add_adapters(module: nn.Module, local: dict[str, Tensor]) -> dict[str, Tensor]:

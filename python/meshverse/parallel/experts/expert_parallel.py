@@ -26,7 +26,6 @@ from meshverse.parallel.styles.local_styles import replaced_attributes, sum_grad
 from .adapters import (
     add_adapters,
     check_adapters,
-    experts_inside,
     placements_of_adapters,
     wrappers_of,
 )
@@ -41,7 +40,7 @@ from .dispatch import (
     read_routing,
     sum_choices,
 )
-from .stacked import DOWN, StackedStyle, describe
+from .stacked import DOWN, StackedStyle, describe, experts_inside
 from .trial import PartOfExperts, ask_for_experts, with_second
 
 ONLY_STACKED = (

@@ -51,15 +51,21 @@ def describe(module: nn.Module) -> StackedExperts | None:
     )
 
 
+def experts_inside(module: nn.Module) -> nn.Module:
+    """Return the stacked experts inside PEFT's wrappers; another module is returned as it is."""
+    inner = module
+    while adapted(inner) is not inner:
+        inner = adapted(inner)
+    return module if describe(inner) is None else inner
+
+
 def refuse_adapters(name: str, module: nn.Module) -> None:
     """Raise ValueError for stacked experts in PEFT's adapters of single parameters.
 
     They add to a parameter while forward runs, by matrices of all features of all experts.
     """
-    inner = module
-    while adapted(inner) is not inner:
-        inner = adapted(inner)
-    if inner is not module and describe(inner) is not None:
+    inner = experts_inside(module)
+    if inner is not module:
         raise ValueError(
             f"{name}: the experts {type(inner).__name__} are wrapped by PEFT's "
             f"{type(module).__name__}, whose adapters cannot be split with them. Merge these "

@@ -19,10 +19,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from meshverse.parallel.experts.adapters import experts_inside
 from meshverse.parallel.experts.expert_parallel import SameTokensExpertParallel
 from meshverse.parallel.experts.features import ExpertFeaturesParallel
-from meshverse.parallel.experts.stacked import describe
+from meshverse.parallel.experts.stacked import describe, experts_inside
 from meshverse.parallel.losses.split_logits import SplitLogits
 from meshverse.parallel.models.modules import (
     child_name,
