@@ -84,8 +84,8 @@ def _check_hold_ranks(lists: Iterable[Any]) -> None:
     for each in lists:
         if len(each) and isinstance(each[0], Collection):
             raise TypeError(
-                f"groups_of() got {each!r:.80} as a list of ranks: pass lists of global ranks, such "
-                "as [[0, 1], [2, 3]], or a tensor or array with two dimensions."
+                f"groups_of() got {each!r:.80} as a list of ranks: pass lists of global ranks, as "
+                "[[0, 1], [2, 3]], or a tensor or array with two dimensions."
             )
 
 
