@@ -25,6 +25,10 @@ class _Interrupts:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_PACKAGE):
+            if event == "call" and sys.version_info < (3, 11) and frame.f_lasti >= 0:
+                # A generator goes on. Python 3.10 would end it here without its `finally`; signal
+                # handlers run later, inside of it.
+                return
             self.left -= 1
             if self.left == 0:
                 sys.setprofile(None)
