@@ -160,12 +160,12 @@ def _disagree(folder: str, address: str, how: str) -> str:
         odd: dict[str, Any] = {}
         if how == "size":
             odd = {"size": 7}
-        elif how != "backend":
-            odd = {"rank": 3}
-        else:
+        elif how == "backend":
             odd = {"backend": "cpu:gloo"}
+        else:
+            odd = {"rank": 3}
         given = {"rank": rank, **(odd if rank == 4 else {})}
-        if how == "containers":  # each of which has a process 7, and all the host's name
+        if how == "containers":  # equal host names, and a process 7 in each
             numbered = SimpleNamespace(getpid=lambda: 7, urandom=os.urandom)
             patched.setattr("meshverse.connection.os", numbered)
         if rank == 4 and "rank" not in odd:  # all learn of the error at once

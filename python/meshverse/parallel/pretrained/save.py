@@ -431,9 +431,10 @@ def _save_adapter(
             lambda: {name: _whole(place.tensor).cpu() for name, place in found.items()}, group
         )
         tensors = dict(own)
-        for first, *_ in (stage.ranks for stage in stages):  # a stage at a time, for the memory
-            sent = sent_from(first, own, group) if first else {}
-            tensors.update(sent if rank_in(group) == 0 else {})
+        for stage in stages[1:]:  # the first is the first rank's; one at a time, for the memory
+            sent = sent_from(stage.ranks[0], own, group)
+            if rank_in(group) == 0:
+                tensors |= sent
         on_first_rank(lambda: save_adapter(model, adapter, tensors, temporary), group)
 
 
