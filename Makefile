@@ -81,7 +81,7 @@ lint: $(TOOLS)/.tools ## check style, format, imports, words and tests of Python
 	$(TOOLS)/bin/ruff check $(LINTED_PYTHON)
 	$(TOOLS)/bin/ruff format --check $(LINTED_PYTHON)
 	@git ls-files -z '*.py' '*.pyi' '*.h' '*.hpp' '*.cpp' '*.md' ':!CHANGELOG.md' | xargs -0 $(TOOLS)/bin/python tools/check_words.py
-	@git ls-files -z 'tests/*.py' ':!tests/helpers/test_rules_of_tests.py' | xargs -0 $(TOOLS)/bin/python tools/check_tests.py
+	@git ls-files -z 'tests/*.py' 'examples/*.py' ':!tests/helpers/test_rules_of_tests.py' | xargs -0 $(TOOLS)/bin/python tools/check_tests.py
 	PYTHONPATH=python $(TOOLS)/bin/lint-imports --no-cache
 	$(TOOLS)/bin/clang-format --dry-run -Werror $(LINTED_CPP)
 

@@ -147,13 +147,14 @@ def _run_job(job: str, address: str) -> None:
 
 
 def _run_both() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    jobs = [
-        subprocess.Popen([sys.executable, __file__, job, address]) for job in ("engine", "trainer")
-    ]
-    statuses = [job.wait() for job in jobs]
+    with socket.socket() as held:
+        # Bound until the jobs end, so no other program gets this port. A server may bind it too.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"  # port: still bound
+        command = [sys.executable, __file__]
+        jobs = [subprocess.Popen([*command, job, address]) for job in ("engine", "trainer")]
+        statuses = [job.wait() for job in jobs]
     if any(statuses):
         sys.exit(f"A job has failed: {statuses}")
 

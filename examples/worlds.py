@@ -94,7 +94,7 @@ def run_ranks(
     try:
         done = False
         while not done:
-            done = world.join(timeout=0.1)
+            done = world.join(timeout=0.1)  # short-timeout: to read messages in between
             while not messages.empty():
                 receive(messages.get())
             if not done and time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Find lines of tests whose result depends on how fast or how busy the machine is.
+"""Find lines of tests and examples whose result depends on how fast or how busy the machine is.
 
 A line that must be so says why, after the rule's name, on it or in the comment above it:
 

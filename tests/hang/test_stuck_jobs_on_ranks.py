@@ -395,3 +395,12 @@ def test_the_example_says_where_its_rank_is() -> None:
     assert status == 0, error
     assert "Verdict: rank 3 (dp=1, tp=1) has not called it: look at examples/hang.py:" in error
     assert error.count(" in load_batch.\n") >= 1
+
+
+@pytest.mark.long
+def test_the_example_ends_when_its_ranks_do() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "no-such-network"}
+    status, _, error = Forked([str(_EXAMPLE)], env=environment).communicate()
+    assert status == 1
+    assert "no-such-network" in error
+    assert error.endswith("A rank has ended before the hang was found.\n")
