@@ -636,6 +636,22 @@ def test_what_cannot_be_tried_is_logged(
     assert len(warnings_of(caplog)) == (build is not MLP)
 
 
+class UnknownHeads(Attention):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rejects(hidden) or hidden
+
+
+def test_numbers_of_heads_set_in_what_is_not_tried_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make(UnknownHeads)
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(model, mesh_of_two(), QKV)
+    (warning,) = warnings_of(caplog)
+    assert model.num_heads == HEADS // 2
+    assert f"UnknownHeads.num_heads={HEADS // 2}" in warning
+
+
 class Dropout(MLP):
     def build(self) -> None:
         self.dropout = nn.Dropout(0.5)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from inspect import getattr_static
 from typing import Any
 
@@ -164,7 +164,7 @@ def _apply(
     for module, attribute, count in local_heads:
         counts.setdefault(id(module), {})[attribute] = count
     untried = try_plan(model, planned, counts, tp_mesh.size())
-    _report(model, planned, untried, is_guess=is_guess)
+    _report(model, planned, untried, local_heads, is_guess=is_guess)
 
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     for name in own_names:
@@ -258,10 +258,13 @@ def _report(
     model: nn.Module,
     styles: Mapping[str, ParallelStyle],
     untried: Mapping[str, str],
+    local_heads: Iterable[tuple[nn.Module, str, int]],
     *,
     is_guess: bool,
 ) -> None:
     """Warn of modules that were not compared, or refuse them, unless transformers declares them.
+
+    The warning also says which of their attributes get another value.
 
     Raises:
         ValueError: the plan is a guess.
@@ -283,11 +286,24 @@ def _report(
             "register a plan with register_tp_plan()."
         )
     if shown:
+        inside = {
+            id(each)
+            for names in by_reason.values()
+            for region in names
+            for each in model.get_submodule(region).modules()
+        }
+        set_here = {
+            (type(module).__name__, attribute, count)
+            for module, attribute, count in local_heads
+            if id(module) in inside
+        }
+        changes = ", ".join(f"{kind}.{name}={count}" for kind, name, count in sorted(set_here))
         _logger.warning(
             "%s: it was not tried whether ranks' parts of some modules give the same. By reason: "
-            "%s. Compare a loss and gradients with one process.",
+            "%s. %sCompare a loss and gradients with one process.",
             type(model).__name__,
             shown,
+            f"Set in them, as counting the heads of one rank: {changes}. " if changes else "",
         )
 
 
