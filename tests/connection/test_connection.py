@@ -224,7 +224,7 @@ def test_a_side_that_dies_is_an_error_on_both(crew: Crew, tmp_path: Path, addres
         ({"rank": 0.5}, TypeError, "integer"),
         ({"name": ""}, ValueError, "pass a name"),
         ({"timeout": 3}, TypeError, "timedelta"),
-        ({"timeout": timedelta(0)}, ValueError, "longer than zero"),
+        ({"timeout": timedelta(0)}, ValueError, "at least a millisecond"),
         ({"store": 29500}, TypeError, "host:port"),
         ({"store": "localhost"}, ValueError, "host:port"),
         ({"store": "localhost:x"}, ValueError, "host:port"),

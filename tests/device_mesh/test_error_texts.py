@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,6 +290,12 @@ def test_a_size_of_minus_one_is_the_rest() -> None:
     assert _mesh((-1, 2), universe=mesh.universe).mesh.tolist() == [[4, 5], [6, 7]]
     assert _mesh().unflatten("tp", (2, -1), ("a", "b")).shape == (2, 2, 2)
     assert _mesh()._unflatten(1, [-1], ["a"]).shape == (2, 4)
+
+
+def test_sizes_of_few_bits_beside_minus_one_do_not_overflow() -> None:
+    sizes = np.array([64, 4], dtype=np.int8)
+    with fake_world(1024):
+        assert init_device_mesh("cpu", (*sizes, -1)).shape == (64, 4, 4)
 
 
 @pytest.mark.usefixtures("world")

@@ -140,8 +140,10 @@ def test_what_c10d_is_given_has_every_field_of_nccl_options() -> None:
     [
         # short-timeout: it is refused
         ({"timeout": 5}, TypeError, r"timeout=5 of type int: give a datetime\.timedelta"),
-        ({"timeout": timedelta(0)}, ValueError, "longer than zero"),
-        ({"timeout": -timedelta(seconds=60)}, ValueError, "longer than zero"),
+        ({"timeout": timedelta(0)}, ValueError, "at least a millisecond"),
+        # short-timeout: it is refused
+        ({"timeout": timedelta(microseconds=999)}, ValueError, "at least a millisecond"),
+        ({"timeout": -timedelta(seconds=60)}, ValueError, "at least a millisecond"),
         ({"options": "fake"}, TypeError, "options='fake' of type str: give an options object"),
     ],
 )

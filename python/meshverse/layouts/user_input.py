@@ -408,7 +408,9 @@ def fill_rest(
     """
     if not has_rest(sizes):
         return sizes
-    others = -math.prod(sizes)
+    # Fixed-width integers of NumPy would overflow. What is no integer is refused later.
+    plain = (int(size) if hasattr(size, "__index__") else size for size in sizes)
+    others = -math.prod(plain)
     if n_ranks < others or n_ranks % others:
         raise ValueError(
             f"{argument}={sizes} cannot have {n_ranks} ranks, the number {of}: the product of the "

@@ -178,15 +178,15 @@ NO_DEFAULTS = Defaults()
 
 
 def check_timeout(timeout: timedelta) -> None:
-    """Raise TypeError if a timeout is not a timedelta, ValueError if it is not positive."""
+    """Raise TypeError if a timeout is not a timedelta, ValueError if it is under a millisecond."""
     if not isinstance(timeout, timedelta):
         raise TypeError(
             f"timeout={timeout!r} of type {type(timeout).__name__}: give a datetime.timedelta, "
             "such as timedelta(minutes=5). One axis's timeout is that of its options object in "
             "backend_override=."
         )
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout={timeout}: a timeout must be longer than zero.")
+    if timeout < timedelta(milliseconds=1):  # c10d counts whole ones, and 0 may be no limit
+        raise ValueError(f"timeout={timeout}: a timeout must be at least a millisecond.")
 
 
 # --- the options of a group ----------------------------------------------------------------------

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
-from meshverse.parallel.models.modules import adapted
+from meshverse.parallel.models.modules import LORA_PAIR, adapted
 from meshverse.parallel.styles.local_styles import replaced_attributes
 
 from .stacked import DOWN, StackedExperts, experts_inside
-
-_PAIR = ("lora_A", "lora_B")
 
 
 def wrappers_of(module: nn.Module) -> list[Any]:
@@ -75,7 +73,7 @@ def placements_of_adapters(module: nn.Module) -> dict[str, Placement]:
     matrices = {
         id(each)
         for wrapper in wrappers_of(module)
-        for side in _PAIR
+        for side in LORA_PAIR
         for each in getattr(wrapper, side).parameters()
     }
     return {
@@ -103,7 +101,7 @@ def add_adapters(module: nn.Module, local: dict[str, Tensor]) -> dict[str, Tenso
 
 def _added(wrapper: Any, adapter: str, own: int) -> Tensor:
     """Return what an adapter adds to the parameter of this rank's `own` experts."""
-    first, second = (getattr(wrapper, pair)[adapter] for pair in _PAIR)
+    first, second = (getattr(wrapper, pair)[adapter] for pair in LORA_PAIR)
     rows: Tensor = first.weight.to_local()
     by_expert = second.weight.view(second.weight.size(0), -1, wrapper.num_experts)
     columns: Tensor = by_expert.redistribute(placements=[Shard(2)]).to_local()

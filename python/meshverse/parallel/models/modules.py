@@ -25,7 +25,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-BASE_LAYER = "base_layer"  # PEFT's name
+# PEFT's names, by which it also saves them.
+BASE_LAYER = "base_layer"
+LORA_PAIR = ("lora_A", "lora_B")  # the first matrix, and the second
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _MARK = "_meshverse_pipeline_stage"
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshverse.parallel.models.modules import shallow_copy
+from meshverse.parallel.models.modules import LORA_PAIR, shallow_copy
 
 from .files import ADAPTER_WEIGHTS
 from .places import Place, in_words
 
 _PREFIX = "base_model.model."  # of names in PEFT's files
-_PAIRS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+_PAIRS = (*LORA_PAIR, "lora_embedding_A", "lora_embedding_B")
 # Values of `init_lora_weights` for which PEFT draws values without the layer's weight.
 _DRAWN = (True, False, "gaussian")
 

@@ -32,6 +32,7 @@ from meshverse.parallel.experts.stacked import StackedStyle, refuse_adapters
 from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
     BASE_LAYER,
+    LORA_PAIR,
     adapted,
     is_in_other_stage,
     matching_modules,
@@ -51,8 +52,8 @@ from .regions import check_regions, has_local_output, regions, splits_activation
 from .trial import has_hooks_inside, styles_inside, try_plan
 
 _logger = logging.getLogger(__name__)
-# PEFT's names, by which it also saves them.
-_FIRST, _SECOND = "lora_A", "lora_B"
+_FIRST, _SECOND = LORA_PAIR
+# Other names of PEFT.
 _ORIGINAL, _COPIES, _TOKENS = "original_module", "modules_to_save", "token_adapter"
 
 # Attributes of modules in transformers and similar libraries: for the number of heads, for the
