@@ -19,6 +19,7 @@ void bind_rank_map(py::module_& module);
 void bind_rank_groups(py::module_& module);
 void bind_options_key(py::module_& module);
 void bind_group_cache(py::module_& module);
+void bind_held_lock(py::module_& module);
 void bind_reshard(py::module_& module);
 void bind_ring_steps(py::module_& module);
 

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_core, module, pybind11::mod_gil_not_used()) {
   meshverse::bindings::bind_rank_groups(module);
   meshverse::bindings::bind_options_key(module);
   meshverse::bindings::bind_group_cache(module);
+  meshverse::bindings::bind_held_lock(module);
   meshverse::bindings::bind_reshard(module);
   meshverse::bindings::bind_ring_steps(module);
 }

@@ -2,6 +2,7 @@
 import datetime
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from threading import Lock, RLock
 from typing import Any, TypeAlias, TypeVar, final
 
 if sys.version_info >= (3, 12):
@@ -155,6 +156,12 @@ class GroupCache:
     def clear(self) -> None: ...
     def reset_after_fork(self) -> None: ...
     def __len__(self) -> int: ...
+
+@final
+class HeldLock:
+    def __new__(cls, lock: Lock | RLock) -> Self: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 @final
 class Holders:

@@ -106,7 +106,7 @@ def install(share: Literal["mesh", "world"] = "mesh") -> None:
     if share not in ("mesh", "world"):
         raise ValueError(f"install(share={share!r}): pass 'mesh' or 'world'.")
     global _installed
-    with state_lock:
+    with state_lock.held:
         _installed = True
         share_world_wide(share == "world")
         _update_hooks()
@@ -122,7 +122,7 @@ def uninstall() -> None:
     `installed()` that are open stay in force until they end.
     """
     global _installed
-    with state_lock:
+    with state_lock.held:
         _installed = False
         share_world_wide(False)
         _update_hooks()
@@ -136,11 +136,11 @@ def installed() -> Iterator[None]:
     """
     block = object()
     try:
-        with state_lock:
+        with state_lock.held:
             _open_blocks.add(block)
             _update_hooks()
         yield
     finally:
-        with state_lock:
+        with state_lock.held:
             _open_blocks.discard(block)
             _update_hooks()

@@ -1,5 +1,7 @@
 """State that threads share: its lock, claims, and registries of weak references.
 
+Write `with state_lock.held:`, and see `Lock` for why.
+
 There is one lock, so no two threads can take two of ours in different orders. docs/architecture.md
 has a table of what else a thread can wait for, in which order.
 
@@ -12,17 +14,47 @@ has a table of what else a thread can wait for, in which order.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-state_lock = threading.RLock()
-state_changed = threading.Condition(state_lock)  # a group has left `State.BEING_MADE`
+from meshverse._core import HeldLock
+
+
+class Lock:
+    """A re-entrant lock, which `with lock.held:` takes and frees, whatever a signal handler raises.
+
+    Python 3.14 may run a signal handler between taking a lock of `threading` and the block: if it
+    raises, nothing frees the lock, and other threads wait for ever. There, each block has a
+    `HeldLock`, whose end frees it. Source: https://github.com/python/cpython/issues/148874.
+
+    Attributes:
+        of_python: the lock of `threading`.
+        held: context in which this thread holds the lock.
+    """
+
+    def __init__(self) -> None:
+        self.of_python = threading.RLock()
+        if sys.version_info < (3, 14):
+            self.held: AbstractContextManager[object] = self.of_python
+
+    if sys.version_info >= (3, 14):
+
+        @property
+        def held(self) -> AbstractContextManager[object]:
+            """A new context for each block."""
+            return HeldLock(self.of_python)
+
+
+state_lock = Lock()
+state_changed = threading.Condition(state_lock.of_python)  # a group has left `State.BEING_MADE`
 
 os.register_at_fork(
-    before=state_lock.acquire,
-    after_in_parent=state_lock.release,
-    after_in_child=state_lock.release,
+    before=state_lock.of_python.acquire,
+    after_in_parent=state_lock.of_python.release,
+    after_in_child=state_lock.of_python.release,
 )
 
 

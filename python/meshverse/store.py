@@ -152,7 +152,7 @@ class Run:
         number = self._number
         if number is None:
             number = self._agree(store)  # several threads may: the run is counted once
-            with state_lock:
+            with state_lock.held:
                 number = self._number = self._number or number
         return number
 
@@ -176,7 +176,7 @@ class Run:
 
     def add_user(self, user: object) -> None:
         """Register a user of the store, such as a universe, before it writes keys."""
-        with state_lock:
+        with state_lock.held:
             self._users.add(user)
 
     def remove_user(self, user: object, store: Any) -> None:
@@ -187,7 +187,7 @@ class Run:
         The counts of runs stay if an earlier run may have left keys in this store: otherwise a
         later run would begin at 1 again and find those keys.
         """
-        with state_lock:
+        with state_lock.held:
             if user not in self._users:
                 return
             self._users.remove(user)
@@ -199,7 +199,7 @@ class Run:
 
     def forget_users(self) -> None:
         """Forget who may have keys in the store: the default group has ended."""
-        with state_lock:
+        with state_lock.held:
             self._users.clear()
 
 

@@ -139,7 +139,7 @@ class World:
             self.state(kind)
         for state in list(self._states.values()):
             state.on_revive(current)
-        with state_lock:
+        with state_lock.held:
             _worlds[default_group] = self
         for call in _called_at_start:
             call()
@@ -164,7 +164,7 @@ class World:
         default_group = current_default_group()
         if default_group is None:
             return None
-        with state_lock:
+        with state_lock.held:
             world = _worlds.get(default_group)
             if world is not None:
                 return world
@@ -358,7 +358,7 @@ def _reset_after_fork() -> None:
         world.is_of_parent = True
         for state in list(world._states.values()):
             state.reset_after_fork()
-    with state_lock:
+    with state_lock.held:
         state_changed.notify_all()
 
 

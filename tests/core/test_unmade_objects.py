@@ -12,6 +12,7 @@ from meshverse import _core
 _CLASSES = [
     "AxisLayout",
     "GroupCache",
+    "HeldLock",
     "Holders",
     "Layout",
     "OptionsKey",

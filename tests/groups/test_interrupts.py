@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -284,6 +285,23 @@ def test_an_interrupt_is_not_lost_if_the_creation_fails_as_well() -> None:
     finally:
         signal.signal(signal.SIGINT, usual)
     assert str(raised.value.__context__) == "connection refused"
+
+
+def test_wherever_the_wait_for_a_creation_is_interrupted_it_ends() -> None:
+    place, is_interrupted = 0, True
+    while is_interrupted:
+        place, made = place + 1, list[bool]()
+
+        def create(made: list[bool] = made) -> None:
+            made.append(True)
+
+        def wait(create: Callable[[], None] = create) -> None:
+            with contextlib.suppress(RuntimeError):  # an interrupted `Thread.start` may raise it
+                creation._uninterrupted(create, lambda: None)
+
+        is_interrupted = is_interrupted_at(place, wait, also_in=threading.__file__)
+        assert len(made) <= 1, place
+    assert place > 20
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -84,6 +84,10 @@ class _RecordedLock:
     def __init__(self, lock: Any, record: _Record) -> None:
         self._lock, self._record = lock, record
 
+    @property
+    def held(self) -> _RecordedLock:
+        return self
+
     def acquire(self, *arguments: Any, **named: Any) -> bool:
         self._record.take(STATE_LOCK)
         taken: bool = self._lock.acquire(*arguments, **named)
@@ -127,7 +131,7 @@ def recorded() -> Iterator[Counter[tuple[str | None, str]]]:
         How often a thread took which kind while it held which; None for none.
     """
     record = _Record()
-    lock = _RecordedLock(locks.state_lock, record)
+    lock = _RecordedLock(locks.state_lock.of_python, record)
     with pytest.MonkeyPatch.context() as patch:
         changed = threading.Condition(lock)  # type: ignore[arg-type]
         mine = [(locks.state_lock, lock), (locks.state_changed, changed)]

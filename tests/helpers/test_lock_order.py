@@ -24,7 +24,10 @@ def test_it_finds_a_group_that_is_made_with_the_lock_held() -> None:
 def _make_a_group_with_the_lock() -> None:
     with fake_world(8), recorded():
         mesh = init_device_mesh("cpu", (8,), lazy=True, isolate="a")
-        with locks.state_lock, pytest.raises(AssertionError, match="waits for a process group"):
+        with (
+            locks.state_lock.held,
+            pytest.raises(AssertionError, match="waits for a process group"),
+        ):
             mesh.get_group()
 
 
@@ -34,7 +37,11 @@ def test_it_finds_c10d_called_with_the_lock_held() -> None:
 
 
 def _use_a_store_with_the_lock() -> None:
-    with recorded(), locks.state_lock, pytest.raises(AssertionError, match="set is called while"):
+    with (
+        recorded(),
+        locks.state_lock.held,
+        pytest.raises(AssertionError, match="set is called while"),
+    ):
         dist.HashStore().set("a", "b")
 
 
@@ -43,13 +50,13 @@ def test_a_wait_releases_the_lock() -> None:
     go_on = threading.Event()
 
     def change() -> None:
-        with locks.state_lock:
+        with locks.state_lock.held:
             go_on.set()
             locks.state_changed.notify_all()
 
     with recorded():
         thread = threading.Thread(target=change)
-        with locks.state_lock:
+        with locks.state_lock.held:
             thread.start()
             while not go_on.is_set():
                 locks.state_changed.wait()

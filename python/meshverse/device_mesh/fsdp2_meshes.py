@@ -39,7 +39,7 @@ class _DefaultMeshes(WorldState):
 
     def universe(self, rank_map: RankMap) -> Universe:
         """Return the universe, which is created at the first call, or after it has ended."""
-        with state_lock:
+        with state_lock.held:
             if self._universe is None or self._universe.is_over:
                 self._universe = Universe(rank_map)
             return self._universe

@@ -81,7 +81,7 @@ def register_root(mesh: DeviceMesh) -> None:
     if world is None or not names:
         return
     logged = world.state(_Logged)
-    with state_lock:
+    with state_lock.held:
         if logged.equal:
             return
         # The fingerprint instead of the rank map, which the key would keep alive.

@@ -302,7 +302,11 @@ def _uninterrupted(
     """
     if threading.current_thread() is not threading.main_thread():
         return create()
-    begin, finish, is_over = Claim(), Claim(), threading.Event()
+    begin, finish, is_over = Claim(), Claim(), list[bool]()
+    # The other thread frees it. A handler that raises inside `Event.wait` can leave the event's own
+    # lock taken, so that `set` waits for ever.
+    running = threading.Lock()
+    running.acquire()
     # Each thread has a current device of its own.
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.cuda.current_device() if is_used else None
@@ -322,7 +326,8 @@ def _uninterrupted(
                 undo()
         except BaseException as error:  # noqa: BLE001  (raised in the main thread)
             errors.append(error)
-        is_over.set()
+        is_over.append(True)
+        running.release()
 
     process_id, has_started = os.getpid(), False
     raised: list[BaseException] = []
@@ -332,7 +337,8 @@ def _uninterrupted(
                 run_here = partial(contextvars.copy_context().run, run)
                 threading.Thread(target=run_here, name="meshverse creation", daemon=True).start()
                 has_started = True
-            while not is_over.wait(1.0):
+            while not is_over:
+                running.acquire(timeout=1.0)
                 if os.getpid() != process_id:
                     raise RuntimeError("a signal handler has forked while the group was created")
             break

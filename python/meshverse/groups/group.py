@@ -123,7 +123,7 @@ class Group:
         me, handle = threading.get_ident(), None
         maker = (me, object())
         try:
-            with state_lock:
+            with state_lock.held:
                 while self.state is State.BEING_MADE and self._maker[0] != me:
                     state_changed.wait()
                 if self.state is State.LIVE:
@@ -150,7 +150,7 @@ class Group:
         # too.
         if handle is None:
             handle = find_interrupted(self.name, self.request.my_ranks())
-        with state_lock:
+        with state_lock.held:
             is_wanted = self.state in (State.BEING_MADE, State.LIVE)
             try:
                 if is_wanted and handle is not None:
@@ -236,7 +236,7 @@ class Group:
         caller = object()
         try:
             is_mine = self._end.take(caller)
-            with state_lock:
+            with state_lock.held:
                 if self.is_foreign or self.state not in (State.LIVE, State.SUSPENDED):
                     self.note_ended()
                     return

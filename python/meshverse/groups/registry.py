@@ -69,7 +69,7 @@ class GroupRegistry(WorldState):
             beyond_first: whether to leave out the first of each set of equal groups: the others are
                 what sharing would save.
         """
-        with state_lock:
+        with state_lock.held:
             found = [(group.content, group.name) for group in self._by_content.values()]
         names: dict[Hashable, list[str]] = {}
         for content, name in found:
@@ -89,7 +89,7 @@ class GroupRegistry(WorldState):
         ranks, identity = request.ranks_and_name_digest()
         # The key, not its digest: that does not distinguish handles, such as two network devices.
         content = scope, identity, request.options.key
-        with state_lock:
+        with state_lock.held:
             group = self._by_content.get(content)
             if group is None or group.is_gone:
                 group = Group(self._next_name(identity), request, self, content=content)
@@ -104,7 +104,7 @@ class GroupRegistry(WorldState):
 
     def new_name(self, request: GroupRequest) -> str:
         """Return a name for a group that all ranks create together. `attach` does not find it."""
-        with state_lock:
+        with state_lock.held:
             identity = request.ranks_and_name_digest()[1]
             name = self._next_name(identity)
             self._times_named[identity] += 1
@@ -139,7 +139,7 @@ class GroupRegistry(WorldState):
 
     def add(self, handle: ProcessGroup, ref: GroupRef) -> None:
         """Attach a group of c10d to a reference. The registry then finds it by its name only."""
-        with state_lock:
+        with state_lock.held:
             group = self._by_name.get(handle.group_name)
             if group is None or group.is_gone:
                 name = handle.group_name
@@ -161,7 +161,7 @@ class GroupRegistry(WorldState):
     @staticmethod
     def share(group: Group, ref: GroupRef) -> None:
         """Attach a group to a reference, of whichever universe."""
-        with state_lock:
+        with state_lock.held:
             ref.group, ref.name = group, group.name
             group.refs.add(ref)
             if group.state is State.LIVE:
@@ -183,7 +183,7 @@ class GroupRegistry(WorldState):
         group = ref.group
         if group is None:
             return
-        with state_lock:
+        with state_lock.held:
             group.refs.discard(ref)
             ref.process_groups.pop(group.name, None)
             others = group.refs.alive()
@@ -220,7 +220,7 @@ class GroupRegistry(WorldState):
         if group.have_all_joined or not (has_failed or waits):
             return
         identity, _, times = group.name.removeprefix("meshverse-").rpartition("-")
-        with state_lock:
+        with state_lock.held:
             is_another = self._by_name.get(group.name, group) is not group
             if is_another or int(times) >= self._times_named[identity]:
                 return  # it was freed before, or never counted
@@ -250,7 +250,7 @@ class GroupRegistry(WorldState):
         A group that stays does so on all its members, so they all compute the same name for the
         next group with the same digest.
         """
-        with state_lock:
+        with state_lock.held:
             kept = [group for group in self if group.refs.alive()]
             self._by_name = {group.name: group for group in kept}
             self._by_content = {group.content: group for group in kept if group.content}

@@ -86,7 +86,7 @@ class Watch:
     def stop(self) -> None:
         """End the watch, also in processes that are forked later. Further calls do nothing."""
         global _current
-        with state_lock:
+        with state_lock.held:
             if _current is self:
                 _current = None
             if self in _of_parent:
@@ -194,7 +194,7 @@ def watch(
 
 def _replace(new: Watch | None) -> None:
     global _current
-    with state_lock:
+    with state_lock.held:
         old, _current = _current, new
         _of_parent.clear()
     if old is not None:

@@ -97,7 +97,7 @@ def rank_views(rank_map: RankMap) -> RankViews:
     """Return the views of a rank map; the same object for equal rank maps."""
     views = _views.get(rank_map)
     if views is None:
-        with state_lock:
+        with state_lock.held:
             views = _views.setdefault(rank_map, RankViews(rank_map))
     return views
 

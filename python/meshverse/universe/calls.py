@@ -158,7 +158,7 @@ class UniverseCalls:
 
     def take_number(self) -> None:
         """Number the universe, unless it has a number."""
-        with state_lock:
+        with state_lock.held:
             self._of_world.number_universe(self)
 
     def note_failure(self, ranks: str | None, error: BaseException) -> None:

@@ -82,7 +82,7 @@ class UniverseMeshes:
         """
         root = self.root
         if root is None or mesh._description.tags or root._description.tags:
-            with state_lock:  # of several threads, one creates the root
+            with state_lock.held:  # of several threads, one creates the root
                 root = self._root_of(mesh)
         if mesh._root_mesh is not root:
             mesh._take_root(root)
@@ -230,7 +230,7 @@ class UniverseMeshes:
         self._note(_named_axes(description))
 
     def _note(self, axes: Iterable[_NamedAxis]) -> None:
-        with state_lock:
+        with state_lock.held:
             for name, axis, index in axes:
                 self._later_axes.setdefault(name, {}).setdefault(axis, index)
 
@@ -274,7 +274,7 @@ class UniverseMeshes:
     def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
         """Add a flattened mesh to the roots of all meshes that may look it up by its name."""
         single_tags = frozenset(tag_parts(tag))
-        with state_lock:
+        with state_lock.held:
             self._flattened[name, tag] = flattened
             if self.root is not None and single_tags <= _single_tags(self.root):
                 self.root._add_flattened(name, flattened)

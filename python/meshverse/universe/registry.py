@@ -35,7 +35,7 @@ class WorldUniverses(WorldState):
 
     def add(self, universe: Universe) -> None:
         """Add a universe that created process groups to `with_groups`, unless it has ended."""
-        with state_lock:
+        with state_lock.held:
             if not (universe.groups.has_created or universe.is_over):
                 universe.groups.has_created = True
                 self.with_groups.append(universe)
@@ -43,7 +43,7 @@ class WorldUniverses(WorldState):
     def drop(self, universe: Universe) -> None:
         """Set `is_over`, for a universe that its caller never gets, as the call has failed."""
         world = universe.world
-        with state_lock:
+        with state_lock.held:
             universe.is_over = True
             if universe in self.with_groups:
                 self.with_groups.remove(universe)
@@ -78,7 +78,7 @@ class WorldUniverses(WorldState):
 
     def note_end(self, universe: Universe) -> None:
         """At the first call, set `is_over`, count the universe and drop the reference to it."""
-        with state_lock:
+        with state_lock.held:
             if universe.is_over:
                 return
             universe.is_over = True
@@ -161,7 +161,7 @@ def _distance(
 
 def next_own_serial(rank_map: RankMap) -> int:
     """Return the next serial, -1, -2, ..., for a universe that created no process groups."""
-    with state_lock:
+    with state_lock.held:
         serial = _own_serials.get(rank_map.fingerprint, 0) - 1
         _own_serials[rank_map.fingerprint] = serial
     return serial

@@ -563,7 +563,7 @@ class Universe:
         if known is None:
             self.check_has(rank_map)
             new = Universe(rank_map, part_of=self, rank=rank, **own)
-            with state_lock:
+            with state_lock.held:
                 known = self._over(rank_map)  # another thread may have made it meanwhile
                 if known is None:
                     # An ended part stays as long as some of its groups could not be freed.

@@ -65,14 +65,14 @@ def without_masks_for_packed_sequences() -> Iterator[None]:
         return
     block = object()
     try:
-        with state_lock:
+        with state_lock.held:
             _open_blocks.add(block)
             if module.find_packed_sequence_indices is not _no_indices:
                 _own_masks.append(module.find_packed_sequence_indices)
                 module.find_packed_sequence_indices = _no_indices
         yield
     finally:
-        with state_lock:
+        with state_lock.held:
             _open_blocks.discard(block)
             if _own_masks and not _open_blocks:
                 module.find_packed_sequence_indices = _own_masks.pop()

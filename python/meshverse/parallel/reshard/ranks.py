@@ -93,7 +93,7 @@ class ReshardGroup:
             if known is not None and known.is_open():
                 number += 1
                 continue
-            with state_lock:
+            with state_lock.held:
                 if _open.get(key) is known:  # else another thread has just opened one
                     self._key, _open[key] = key, self
         # "cpu" if the default group has a backend for it, else its first device type.
@@ -224,7 +224,7 @@ class ReshardGroup:
 
     def close(self) -> None:
         """Free the group, unless it is a connection's. A second call does nothing."""
-        with state_lock:
+        with state_lock.held:
             if self._key is not None and _open.get(self._key) is self:
                 del _open[self._key]
         mesh, is_open, self._mesh = self._mesh, self.is_open(), None

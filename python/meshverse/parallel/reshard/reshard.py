@@ -21,6 +21,7 @@ from typing_extensions import Self
 from meshverse import Connection, Topology
 from meshverse._core import shard_shape
 from meshverse._torch_compat.tracing import is_faking
+from meshverse.locks import Lock
 
 from .exchange import Exchange
 from .plan import ReshardBytes, plan_of, transfers_of
@@ -142,7 +143,7 @@ class Reshard:
         self._group, self.ranks = group, group.ranks
         self._process_id = os.getpid()
         # Held by the thread that runs, for as long as the run lasts.
-        self._lock, self._is_running = threading.RLock(), False
+        self._lock, self._is_running = Lock(), False
         self._last: ReshardWork | None = None
         self._runs, self._why_broken = 0, ""
         self._exchange: Exchange | None = None  # None after close()
@@ -217,7 +218,7 @@ class Reshard:
                 f"{self._process_id}): process groups do not survive one. Run it in the process "
                 "that constructed it."
             )
-        with self._lock:
+        with self._lock.held:
             # A signal handler of the thread that runs finds `_is_running`.
             if self._is_running or (self._last is not None and not self._last.is_completed()):
                 raise RuntimeError(
