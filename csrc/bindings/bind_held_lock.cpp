@@ -60,11 +60,14 @@ void destroy(PyObject* self) {
 constexpr const char* kDoc = R"(HeldLock(lock)
 --
 
-A lock of :mod:`threading`, held for one ``with`` block, and no longer than this object lives.
+A lock, held for one ``with`` block, and no longer than this object lives.
 
 Python 3.14 may run a signal handler when ``with lock:`` has taken the lock and its block has not yet
 begun. If that handler raises, nothing frees the lock. In ``with HeldLock(lock):``, this object does,
 as it is then deleted. Source: https://github.com/python/cpython/issues/148874.
+
+Args:
+    lock: What has methods ``acquire()`` and ``release()`` in C, as locks of :mod:`threading` do.
 
 >>> import threading
 >>> lock = threading.Lock()

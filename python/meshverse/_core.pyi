@@ -2,7 +2,6 @@
 import datetime
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from threading import Lock, RLock
 from typing import Any, TypeAlias, TypeVar, final
 
 if sys.version_info >= (3, 12):
@@ -159,7 +158,7 @@ class GroupCache:
 
 @final
 class HeldLock:
-    def __new__(cls, lock: Lock | RLock) -> Self: ...
+    def __new__(cls, lock: object) -> Self: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: object) -> None: ...
 

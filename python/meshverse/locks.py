@@ -37,24 +37,21 @@ class Lock:
 
     def __init__(self) -> None:
         self.of_python = threading.RLock()
+        self.acquire, self.release = self.of_python.acquire, self.of_python.release
         if sys.version_info < (3, 14):
             self.held: AbstractContextManager[object] = self.of_python
 
     if sys.version_info >= (3, 14):
-
-        @property
-        def held(self) -> AbstractContextManager[object]:
-            """A new context for each block."""
-            return HeldLock(self.of_python)
+        held = property(HeldLock)  # a new one for each block
 
 
 state_lock = Lock()
 state_changed = threading.Condition(state_lock.of_python)  # a group has left `State.BEING_MADE`
 
 os.register_at_fork(
-    before=state_lock.of_python.acquire,
-    after_in_parent=state_lock.of_python.release,
-    after_in_child=state_lock.of_python.release,
+    before=state_lock.acquire,
+    after_in_parent=state_lock.release,
+    after_in_child=state_lock.release,
 )
 
 

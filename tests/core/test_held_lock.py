@@ -90,5 +90,5 @@ def test_a_lock_that_cannot_be_taken_is_not_freed() -> None:
         def acquire(self) -> None:
             raise _Interrupted
 
-    with pytest.raises(_Interrupted), HeldLock(Refusing()):  # type: ignore[arg-type]
+    with pytest.raises(_Interrupted), HeldLock(Refusing()):
         pass
