@@ -72,6 +72,7 @@ CALLS = {
     "GroupCache.get": lambda a: cache.get(c.AxisLayout(a), key),
     "GroupCache.get_or_create": lambda a: cache.get_or_create(c.AxisLayout(a), key, object),
     "GroupCache.remove": lambda a: cache.remove(c.AxisLayout(a, 2), key),
+    "HeldLock": lambda n: c.HeldLock(n),
     "Holders": lambda n, base, a: c.Holders(ranks.identity(n), base, c.Layout([c.AxisLayout(a)])),
     "Holders.coordinates_of": lambda r: holders.coordinates_of(r),
     "shard_shape": lambda n, m, d, f, a, b, i, k: c.shard_shape(
