@@ -310,7 +310,8 @@ def _agree(
             f"revive() cannot revive the meshes of the world that ended; nothing has changed:"
             f"{listed}{more}\nAll ranks must keep the same meshes, and call it right after "
             "init_process_group(). Keep a mesh, and not its process groups: mesh.get_group(axis) "
-            "returns the current group."
+            "returns the current group. Call mesh.universe.destroy() on meshes that are to end: "
+            "torch's caches can keep those that are only deleted."
         )
 
 
