@@ -48,7 +48,7 @@ void destroy(PyObject* self) {
   if (held_lock(self).is_held) {
     const py::error_scope kept;  // that with which the block was left
     PyObject* released = release(self);
-    if (released == nullptr) PyErr_WriteUnraisable(self);
+    if (released == nullptr) PyErr_WriteUnraisable(held_lock(self).lock);  // not `self`: it ends
     Py_XDECREF(released);
   }
   Py_XDECREF(held_lock(self).lock);

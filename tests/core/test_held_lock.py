@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,19 @@ def test_a_held_lock_is_free_when_it_is_deleted() -> None:
     assert lock._is_owned()  # type: ignore[attr-defined]
     del held
     assert not lock._is_owned()  # type: ignore[attr-defined]
+
+
+def test_a_lock_that_was_freed_by_hand_is_reported_when_it_is_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock, seen = threading.RLock(), list[Any]()
+    held = HeldLock(lock)
+    held.__enter__()
+    lock.release()
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    del held
+    ((kind, _, _, _, what),) = seen
+    assert (kind, what) == (RuntimeError, lock)
 
 
 def test_a_lock_that_cannot_be_taken_is_not_freed() -> None:
