@@ -31,14 +31,14 @@ def _call(
             _call(3, {"dp": 2, "cp": 2}),
             [
                 "axis tp: 2 on rank 0, none on rank 3",
-                "order of axes: dp, tp on rank 0, dp, cp on rank 3",
+                "order of axes: (dp, tp) on rank 0, (dp, cp) on rank 3",
                 "axis cp: none on rank 0, 2 on rank 3",
             ],
         ),
         (
             _call(0, {"dp": 2, "tp": 2}, strides="(2, 1)"),
             _call(3, {"tp": 2, "dp": 2}, strides="(2, 1)"),
-            ["order of axes: dp, tp on rank 0, tp, dp on rank 3"],
+            ["order of axes: (dp, tp) on rank 0, (tp, dp) on rank 3"],
         ),
         (
             _call(0, {"dp": 4}, groups="lazy"),

@@ -63,6 +63,8 @@ def skips(job: Job) -> None:
 
 
 def skips_in_the_third_step(job: Job) -> None:
+    parts = [torch.ones(2), torch.ones(2)] if dist.get_rank(job.dp) == 0 else None
+    dist.scatter(torch.ones(2), parts, group=job.dp, group_src=0)  # its source alone has inputs
     for step in range(4):
         dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3), group=job.dp)
         dist.all_reduce(torch.ones(2), group=job.dp)

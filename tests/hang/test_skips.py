@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshverse.hang.skips import _compare, _Made
 
-_CALLS = [_Made("axis dp", "all_reduce", ((n,),), "Float", f"train.py:{n}") for n in range(5)]
+_CALLS = [_Made("axis dp", "all_reduce", (n,), "Float", f"train.py:{n}") for n in range(5)]
 _ROUNDS = st.lists(st.sampled_from(_CALLS), min_size=3, max_size=7)
 
 

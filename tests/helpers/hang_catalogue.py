@@ -194,8 +194,8 @@ CATALOGUE = [
             (
                 _EITHER,
                 "Before, rank 0 called all_reduce number 6 at me/train.py:8 in train; rank 3 ",
-                "Recorded calls at these lines: me/train.py:5 in train 3 by rank 0, 2 by rank 3; ",
-                "me/train.py:9 in train 0 by rank 0, 1 by rank 3.",
+                "Number of recorded calls by line: me/train.py:5 in train (rank 0: 3, rank 3: 2); ",
+                "me/train.py:9 in train (rank 0: 0, rank 3: 1).",
             ),
             _NO_SKIP,
         ),

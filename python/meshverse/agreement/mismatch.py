@@ -106,7 +106,7 @@ class Description(NamedTuple):
     def compared(self) -> dict[str, str]:
         """Return what an error compares, by name: all but the rank, the digest and the line."""
         axes = {f"axis {name}": str(size) for name, size in self.sizes.items()}
-        order = {"order of axes": ", ".join(self.sizes)}
+        order = {"order of axes": f"({', '.join(self.sizes)})"}
         return {"call": self.call, **axes, **order, **self.facts}
 
 

@@ -158,7 +158,7 @@ class MeshSizes:
 
     @staticmethod
     def of_text(text: str) -> MeshSizes:
-        """Return the mesh of a text such as "pp=2 dp=8 tp=8".
+        """Return the mesh of a text such as "pp=2,dp=8,tp=8"; spaces are as good as commas.
 
         Raises:
             ValueError: the text names no sizes, or an axis twice.
@@ -167,7 +167,7 @@ class MeshSizes:
         if not found or _SIZE.sub("", text).strip(" ,"):
             raise ValueError(
                 f"--mesh {text!r} is neither a file nor the sizes of a mesh's axes. Pass them "
-                "like 'pp=2 dp=8 tp=8', the outermost axis first. No size can be -1, as dumps of "
+                "like 'pp=2,dp=8,tp=8', the outermost axis first. No size can be -1, as dumps of "
                 "some ranks may be missing."
             )
         sizes = {name: int(size) for name, size in found}

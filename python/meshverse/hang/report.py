@@ -422,11 +422,11 @@ class ReportFormatter(NamedTuple):
         said = "; ".join(f"rank {r} called {_called(c)}{_at(c.line)}" for r, c in before.items())
         often = "; ".join(
             f"{short_line(line)} "
-            + ", ".join(f"{counts[rank][line]} by rank {rank}" for rank in shown)
+            f"({', '.join(f'rank {rank}: {counts[rank][line]}' for rank in shown)})"
             for line in lines
         )
         return (f" Before, {said}." if said else "") + (
-            f" Recorded calls at these lines: {often}." if often else ""
+            f" Number of recorded calls by line: {often}." if often else ""
         )
 
     def _who_is_missing(self, one: Stuck) -> str:

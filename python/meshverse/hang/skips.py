@@ -10,11 +10,12 @@ ranks than half of them are named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from .records import Call, RankRecord
-from .verdicts import Cause, Skip, Stuck
+from .verdicts import Cause, Skip, Stuck, has_even_inputs
 
 _MOST_RANKS = 8  # of each kind of call, whose histories are read
 _FEWEST_REPEATED = 3  # calls that equal those a round earlier
@@ -25,11 +26,14 @@ HistoryOf = Callable[[int], RankRecord | None]
 
 
 class _Made(NamedTuple):
-    """Values of a call that are compared. The label stands for the groups along one axis."""
+    """Values of a call that are compared. The label stands for the groups along one axis.
+
+    Inputs count if ranks must have equal ones: of a scatter, for example, only its source has any.
+    """
 
     label: str
     operation: str
-    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
     dtype: str
     line: str
 
@@ -178,7 +182,10 @@ def _own_name(group: str, history: RankRecord) -> str:
 
 def _made(call: Call, history: RankRecord) -> _Made:
     label = history.groups[call.group].label
-    return _Made(label, call.operation, call.shapes, call.dtype, call.line)
+    if not has_even_inputs(call.operation):
+        return _Made(label, call.operation, (), "", call.line)
+    sizes = tuple(map(math.prod, call.shapes))
+    return _Made(label, call.operation, sizes, call.dtype, call.line)
 
 
 def _compare(one: Mapping[int, _Made], other: Mapping[int, _Made]) -> _Found | None:

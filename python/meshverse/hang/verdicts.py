@@ -481,7 +481,7 @@ def _differing(there: Mapping[int, Call], *, is_complete: bool) -> dict[str, dic
     if not found:
         compare("dtype", lambda call: call.dtype)
         compare("", lambda call: call.detail)
-        if first.is_p2p or first.operation.startswith(_EVEN_STARTS):
+        if first.is_p2p or has_even_inputs(first.operation):
             counts = {tuple(map(math.prod, call.shapes)) for call in there.values() if call.shapes}
             if len(counts) > 1:
                 compare("shape", lambda call: shapes_in_words(call.shapes))
@@ -493,6 +493,11 @@ def _differing(there: Mapping[int, Call], *, is_complete: bool) -> dict[str, dic
                 sizes = f"{shapes_in_words(call.shapes)} to {shapes_in_words(call.out_shapes)}"
                 found.setdefault("split sizes", {}).setdefault(sizes, []).append(rank)
     return found
+
+
+def has_even_inputs(operation: str) -> bool:
+    """Return whether the inputs of a collective have equally many elements on all ranks."""
+    return operation.startswith(_EVEN_STARTS)
 
 
 def shapes_in_words(shapes: Iterable[Sequence[int]]) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   meshverse hang /tmp/nccl_trace_rank_*
-  meshverse hang dumps/ --mesh "pp=2 dp=8 tp=8"
+  meshverse hang dumps/ --mesh pp=2,dp=8,tp=8
   meshverse hang dumps/ --mesh mesh.json --json
 
 When NCCL's watchdog finds a timeout, torch writes a dump on each rank. The file's name is
@@ -59,7 +59,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="SIZES|FILE",
-        help="sizes of the mesh's axes, the outermost first, like 'pp=2 dp=8 tp=8', or JSON of "
+        help="sizes of the mesh's axes, the outermost first, like pp=2,dp=8,tp=8, or JSON of "
         "mesh.universe.explain(): for axes and coordinates",
     )
     parser.add_argument("--json", action="store_true", help="print data instead of text")
