@@ -291,6 +291,7 @@ def test_an_interrupt_is_not_lost_if_the_creation_fails_as_well() -> None:
     sys.version_info >= (3, 14),
     reason="an interrupt can leave threading's own locks taken: python/cpython#148874",
 )
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wherever_the_wait_for_a_creation_is_interrupted_it_ends() -> None:
     place, is_interrupted = 0, True
     while is_interrupted:
