@@ -36,17 +36,17 @@ def train(mesh: meshverse.DeviceMesh, steps: int) -> None:
         dist.all_reduce(batch, group=mesh.get_group("dp"))
 
 
-def run(rank: int, port: int, verdicts: Connection) -> None:
+def run(rank: int, port: int, reported: Connection) -> None:
     """Train on one rank, watched."""
     logging.basicConfig(format="%(message)s")
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS)
 
-    def pass_on(hang: meshverse.Hang) -> None:
+    def note(hang: meshverse.Hang) -> None:
         if hang.groups[0]["cause"] == "missing":
-            verdicts.send(hang.text)
+            reported.send(True)
 
-    meshverse.watch(seconds=_SECONDS, on_stuck=pass_on)
+    meshverse.watch(seconds=_SECONDS, on_stuck=note)
     mesh = meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     train(mesh, steps=10)
 
