@@ -310,6 +310,8 @@ def test_ranks_that_run_without_it_are_pointed_out_to_those_with_it(tmp_path: Pa
         assert "either all ranks of a job run with meshverse.install(), or none" in " ".join(
             error.split()
         )
+    report = "meshverse run: rank 0 of 4. Its meshes got no process group, so it shared none."
+    assert [report in " ".join(error.split()) for error in errors] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from meshverse.wording import did_you_mean, paragraph, printable
 
 # Each is described by the module `NAME_command`, which is imported if the command is given.
 _COMMANDS = {
+    "run": "run an unchanged program with Meshverse's meshes",
     "plan": "list the process groups of a job, without running it",
     "doctor": "check a job's ranks, before the job",
     "hang": "why a job hangs, from dumps of torch's flight recorder, of any torch program",
-    "run": "run an unchanged program with Meshverse's meshes",
     "versions": "print versions of this environment, for bug reports",
     "completion": "print a script that completes these commands in a shell",
 }
@@ -98,15 +98,14 @@ def parser_of(
     """
     parser = argparse.ArgumentParser(
         prog="meshverse",
-        description="Process meshes: plan them before a job, check ranks, find out why jobs hang.",
+        description="Process meshes: run a program on them, plan them before a job, check its "
+        "ranks, find out why it hangs.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--version",
-        action="store_const",
-        dest="run",
-        const=_print_version,
-        default=argparse.SUPPRESS,
+        action=_Version,
+        nargs=0,
         help="print the version and the commit that it was built from",
     )
     commands = parser.add_subparsers(metavar="command")
@@ -124,6 +123,9 @@ def parser_of(
     return parser, parsers
 
 
-def _print_version(_: argparse.Namespace) -> int:
-    print(f"meshverse {version_and_commit()}")  # noqa: T201
-    return 0
+class _Version(argparse.Action):
+    """Option that prints the version and ends, whatever follows it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"meshverse {version_and_commit()}")  # noqa: T201
+        parser.exit()

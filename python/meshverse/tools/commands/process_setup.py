@@ -117,7 +117,11 @@ class _Report(WorldState):
         threads = CallingThreads(self._since_ns)  # read once for all universes
         explained = [universe.explain_with(threads) for universe in universes.with_groups]
         explanations = [replace(explanation, ended="") for explanation in explained]
-        lines = [f"meshverse run: rank 0 of {self._size}. {summary_line(explanations)}"]
+        said = summary_line(explanations)
+        if not universes.n_ended and not any(each.requested for each in explanations):
+            # Such as after an error in the creation of the first mesh.
+            said = "Its meshes got no process group, so it shared none."
+        lines = [f"meshverse run: rank 0 of {self._size}. {said}"]
         if universes.n_ended:
             lines.append(
                 f"Not counted: {counted(universes.n_ended, 'universe')} that ended before."
