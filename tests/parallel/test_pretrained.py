@@ -425,6 +425,40 @@ def test_a_save_that_is_killed_leaves_the_older_checkpoint_or_none(
     assert all(torch.equal(seen[name], older[name]) for name in older)
 
 
+_FAILS_IN_A_GATHER = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from checkpoints import arranged
+from hf_families import tiny_model
+from meshverse.parallel import save_pretrained
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+model = arranged(tiny_model("llama", tied=False), "fsdp 4")
+
+def without_memory(tensor, **options):
+    raise torch.OutOfMemoryError(f"for {tuple(tensor.shape)}")
+
+if rank == 1:
+    DTensor.full_tensor = without_memory
+save_pretrained(model, f"{folder}/saved")
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_gather_says_so_and_waits_for_nobody(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    commands = [["-c", _FAILS_IN_A_GATHER, str(tmp_path), str(rank)] for rank in range(4)]
+    ranks = [Forked(command, env=_environment()) for command in commands]
+    ends = [rank.communicate() for rank in ranks]
+    assert [status for status, _, _ in ends] == [1] * 4
+    assert re.search(r"^torch.OutOfMemoryError: for \(\d+, \d+\)$", ends[1][2], re.MULTILINE)
+    assert not [*(tmp_path / "saved").iterdir()]
+    assert not [*tmp_path.glob(".saved.*")]
+
+
 # --- Bad input -----------------------------------------------------------------------------------
 
 

@@ -122,7 +122,9 @@ def save_pretrained(
     folder, such as a tokenizer's, are kept.
 
     All ranks that have a part of the model make the call, and see the folder. If one raises, all
-    raise the same error.
+    raise the same error, unless a gather failed, such as for lack of memory: that rank raises it at
+    once, and the others raise when their gather does. One job at a time saves to a folder: a save
+    removes what another one, which may have been killed, has left of a new folder.
 
     Args:
         model: model of transformers, or a wrapper of one, or a pipeline stage.
@@ -153,7 +155,9 @@ def save_pretrained(
     units = together(lambda: _units(inner, stages), group)
     files = _files(units, stages, limit)
     with _new_folder(target, group) as temporary:
-        together(lambda: _write(places, units, files, own, temporary, group), group)
+        # Not a step of its own: a rank that cannot gather must not wait for those that do.
+        failure = _write(places, units, files, own, temporary, group)
+        together(lambda: _raise(failure), group)
         on_first_rank(lambda: _write_index(inner, units, files, temporary), group)
 
 
@@ -316,8 +320,11 @@ def _write(
     own_stage: int,
     folder: Path,
     group: dist.ProcessGroup | None,
-) -> None:
-    """Gather this stage's parameters, and write this rank's files."""
+) -> Exception | None:
+    """Gather this stage's parameters, write this rank's files, and return what failed in that.
+
+    What a gather raises, it raises at once.
+    """
     rank = rank_in(group)
     file_of = {name: file for file in files for name in file.outputs}
     writers: dict[str, FileWriter] = {}
@@ -352,8 +359,12 @@ def _write(
                 writer.sync()
         except OSError as error:
             failure = failure or error
-    if failure is not None:
-        raise failure
+    return failure
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _in_turns(units: Sequence[_Unit], files: Sequence[_File], own_stage: int) -> Iterator[_Unit]:
@@ -427,9 +438,7 @@ def _save_adapter(
     found = together(lambda: adapter_places(model, adapter, _persistent(model, inner)), group)
     stages = _stages(found, group)
     with _new_folder(target, group) as temporary:
-        own = together(
-            lambda: {name: _whole(place.tensor).cpu() for name, place in found.items()}, group
-        )
+        own = {name: _whole(place.tensor).cpu() for name, place in found.items()}
         tensors = dict(own)
         for stage in stages[1:]:  # the first is the first rank's; one at a time, for the memory
             sent = sent_from(stage.ranks[0], own, group)
