@@ -210,7 +210,7 @@ def _measured(reports: _Reports, prefix: str) -> str:
         for words, operation in (("set-up", "set up five views"), ("threads", "threads"))
         if (pair := _pair(reports, "processes", operation, 8))
     ]
-    real = [f"On 8 real gloo processes, the same five views: {', '.join(pairs)}."] if pairs else []
+    real = [f"On 8 real gloo processes, five views: {', '.join(pairs)}."] if pairs else []
     names = {"processes": "the gloo processes"}
     for suite in {suite for suite, _ in _AT_A_GLANCE}:
         numbers = [str(row) for row, (of, _) in enumerate(_AT_A_GLANCE, start=1) if of == suite]

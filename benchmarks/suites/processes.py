@@ -86,7 +86,8 @@ def run(run: Run) -> Outcome:
 
 
 def _degrees(size: int) -> Degrees:
-    return Degrees(pp=2, dp_shard=size // 4, tp=2, ep=2)
+    # Where it can be, ep is not tp: the experts' view would have the same groups as the dense one.
+    return Degrees(pp=2, dp_shard=size // 4, tp=2, ep=min(4, size // 2))
 
 
 def _time_sides(

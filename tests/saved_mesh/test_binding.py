@@ -46,6 +46,8 @@ def test_a_decoupled_mesh_is_apart_until_it_is_bound() -> None:
             loaded.get_group("tp")
         with pytest.raises(RuntimeError, match=r"loaded without process groups.*mesh\.bind\(\)"):
             loaded.flatten("all")
+        with pytest.raises(RuntimeError, match=r"loaded without process groups.*mesh\.bind\(\)"):
+            loaded.universe.groups_of([range(4), range(4, 8)])
 
         assert loaded.bind() is loaded
         assert loaded == mesh

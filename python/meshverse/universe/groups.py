@@ -314,7 +314,12 @@ class UniverseGroups:
         return self._get_or_make(requests, call, layout, first=first)
 
     def need_all_ranks(self, override: Override) -> bool:
-        """Return whether all ranks of the world must create groups with these options together."""
+        """Return whether all ranks of the world must create groups with these options together.
+
+        Raises:
+            RuntimeError: the universe or its world has ended, or it was loaded without groups.
+        """
+        self.check_usable()
         backend = self._builder.over_whole_universe("", override, None, "").options.backend
         creation = self._world.creation(backend)
         return creation.splits or creation.all_ranks_reason is not None
@@ -550,7 +555,7 @@ class UniverseGroups:
             # Of a root under another isolation tag, these names are `DeferredGroupNames` (in
             # `device_mesh.lazy_names`), whose own iterator would request the groups.
             names = list.__iter__(mesh._dim_group_names)
-            pairs = zip(mesh.description.labels, names, strict=False)
+            pairs = zip(mesh._description.labels, names, strict=False)
             axes += [f"of axis {label!r} of {mesh}" for label, known in pairs if known == name]
         return " or ".join(axes[:2]) or name
 

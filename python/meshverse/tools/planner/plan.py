@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .crossings import Crossing, Places
 
 _ESTIMATED = (
-    "From NCCL's default buffers in a ring over 16 channels; pass --saves for measured figures."
+    "From NCCL's default buffers in a ring over 16 channels; pass --saves for published figures."
 )
 _SHOULD_STAY_INSIDE = re.compile(r"(^|_)e?tp|tensor", re.IGNORECASE)
 
