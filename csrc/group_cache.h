@@ -101,7 +101,8 @@ class GroupCache {
     for (const auto& slot : created_) visit(slot->key, slot->entry);
   }
 
-  // Number of copies of an entry's key in the cache: one in `slots_`, one in the slot.
+  // Number of copies of an entry's key in the cache: one in `slots_`, one in the slot. Python's
+  // collector sees the key's handles only if there are no other copies, see `handles.h`.
   static constexpr long kCopiesOfKey = 2;
 
   std::size_t size() const {

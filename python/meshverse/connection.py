@@ -29,7 +29,7 @@ from typing_extensions import Self
 
 from meshverse._torch_compat.backends import check_backend, is_backend_options
 from meshverse._torch_compat.c10d_creation import create_connected
-from meshverse._torch_compat.c10d_groups import end_group, find_group
+from meshverse._torch_compat.c10d_groups import end_group, find_c10d_group
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.hooks import World, check_timeout
@@ -387,7 +387,7 @@ class Connection:
     def is_open(self) -> bool:
         """Whether the process group can be used."""
         group = self._group
-        return group is not None and find_group(group.group_name) is group
+        return group is not None and find_c10d_group(group.group_name) is group
 
     def rank_of(self, world_rank: int) -> int:
         """Return the connection's rank for a global rank of this process's world.

@@ -118,6 +118,8 @@ class StoreKeys:
 class Run:
     """A run of the default process group, with its number among the runs on the same store.
 
+    Each `World` has one; a revived world takes the new default group's.
+
     Every rank counts the runs that it has taken part in. A rank's count can be too low: in an
     earlier run, it may have crashed before it counted. So the store has the highest count of all
     ranks; each rank raises it to its own if that is higher, and uses the result. This fails only if

@@ -251,7 +251,7 @@ class World:
             "only, call mesh.universe.destroy(); for a group of the axis's own, give it isolate=."
         )
 
-    def note_passed(self, caller: FrameType) -> None:
+    def warn_that_destroy_ended_it(self, caller: FrameType) -> None:
         """Warn at the line that passed the default group to `destroy_process_group`."""
         if not self.axes_of_default_group:
             return
@@ -339,7 +339,7 @@ def _end(world: World) -> None:
     # What these raise, Python reports, and goes on.
     with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever one raises
         if (caller := destroys_passed_default_group()) is not None:
-            ending.callback(world.note_passed, caller)
+            ending.callback(world.warn_that_destroy_ended_it, caller)
         for state in reversed(list(world._states.values())):
             ending.callback(_end_state, state)
 

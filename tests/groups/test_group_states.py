@@ -19,7 +19,7 @@ from helpers.turns import wait_until
 from helpers.worlds import in_worlds
 from meshverse import init_device_mesh
 from meshverse._torch_compat import c10d_suspension
-from meshverse._torch_compat.c10d_groups import find_group
+from meshverse._torch_compat.c10d_groups import find_c10d_group
 from meshverse._torch_compat.c10d_suspension import backends_to_suspend
 from meshverse.groups.creation import create_by_members
 from meshverse.groups.group import Group, State
@@ -65,7 +65,7 @@ def _ended() -> Group:
 
 
 def _destroy(group: Group) -> None:
-    handle = find_group(group.name)
+    handle = find_c10d_group(group.name)
     if handle is not None:
         dist.destroy_process_group(handle)
 
@@ -143,7 +143,7 @@ def test_every_event_in_every_state(before: State, event: str) -> None:
     is_live = group.state is State.LIVE
     assert (group.handle is not None) == is_live
     assert all((group.name in use.process_groups) == is_live for use in group.refs.alive())
-    assert (find_group(group.name) is not None) == (group.state in (_L, _S))
+    assert (find_c10d_group(group.name) is not None) == (group.state in (_L, _S))
 
 
 @in_a_world
@@ -236,7 +236,7 @@ def test_the_end_leaves_it_to_the_thread_that_makes_it() -> None:
     maker.join(60)
     assert not maker.is_alive()
     assert group.state is State.ENDED
-    assert find_group(group.name) is None
+    assert find_c10d_group(group.name) is None
     assert "was destroyed" in seen[0]
 
 
@@ -253,7 +253,7 @@ def test_an_end_in_the_middle_of_making_it_ends_it() -> None:
     with pytest.raises(RuntimeError, match="was destroyed"):
         group.make(ends_it)
     assert group.state is State.ENDED
-    assert find_group(group.name) is None
+    assert find_c10d_group(group.name) is None
 
 
 @in_a_world
@@ -382,4 +382,4 @@ def test_a_thread_whose_creation_failed_leaves_that_of_the_next_one(
     thread.join(60)
     assert state is State.BEING_MADE
     assert made == [True]
-    assert group.live_handle() is find_group(group.name)
+    assert group.live_handle() is find_c10d_group(group.name)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .backends import by_device, options_of, options_timeout, split_devices
-from .c10d_groups import Ranks, find_group
+from .c10d_groups import Ranks, find_c10d_group
 from .private_names import BackendOptions, ProcessGroup, c10d
 
 # Before 2.13, `new_group` sorts the ranks.
@@ -89,7 +89,7 @@ def find_interrupted(name: str, ranks: list[int]) -> ProcessGroup | None:
         name: name that was passed to `create_c10d_group`.
         ranks: ranks that were passed to it.
     """
-    group = find_group(name)
+    group = find_c10d_group(name)
     if group is not None and group not in c10d._world.pg_group_ranks:
         c10d._world.pg_group_ranks[group] = Ranks(zip(ranks, range(len(ranks)), strict=True))
     return group

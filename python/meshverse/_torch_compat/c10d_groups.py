@@ -205,7 +205,7 @@ def end_group(name: str, *, abort: bool) -> None:
         abort: whether to abort its running collectives, if the backend can, instead of waiting for
             them.
     """
-    held = [group for group in (find_group(name),) if group is not None]
+    held = [group for group in (find_c10d_group(name),) if group is not None]
     if not held:
         return
     tag = c10d._world.pg_to_tag.get(held[0])
@@ -257,7 +257,7 @@ def _is_nccl(group: ProcessGroup) -> bool:
 resolve_group: Callable[[str], ProcessGroup] = c10d._resolve_process_group  # type: ignore[assignment]
 
 
-def find_group(name: str) -> ProcessGroup | None:
+def find_c10d_group(name: str) -> ProcessGroup | None:
     """Return the live process group registered under a name, or None."""
     try:
         return resolve_group(name)
@@ -271,7 +271,7 @@ def group_ranks_of(mesh: Any) -> list[list[int]]:
     Lazy groups that are not created yet are left out. For a mesh without groups, the list is empty.
     """
     names = list.__iter__(getattr(mesh, "_dim_group_names", None) or [])
-    found = [find_group(name) for name in names if name is not None]
+    found = [find_c10d_group(name) for name in names if name is not None]
     return [dist.get_process_group_ranks(group) for group in found if group is not None]
 
 

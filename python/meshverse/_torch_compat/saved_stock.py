@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from .c10d_groups import find_group
+from .c10d_groups import find_c10d_group
 from .private_names import StockDeviceMesh
 from .stock_layouts import FLATTENED_ARE_DISTINCT, from_torch_layout, to_torch_layout
 
@@ -76,7 +76,7 @@ def is_made_by_stock(name: str, ranks: list[int]) -> bool:
     that a program creates have other descriptions. The default group, which meshes can use too,
     counts as well.
     """
-    group = find_group(name)
+    group = find_c10d_group(name)
     if group is None:
         return False
     is_of_mesh = group.group_desc.startswith("mesh_") or group is dist.group.WORLD

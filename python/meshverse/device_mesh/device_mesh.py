@@ -82,6 +82,7 @@ from meshverse.universe.universe import Universe, check_universe
 from meshverse.wording import did_you_mean
 from meshverse.world import World
 
+from . import mesh_warnings
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
 from .lazy_names import DeferredGroupNames, GroupNames, NoGroupNames, prepare_for_graph
 
@@ -275,7 +276,7 @@ class DeviceMesh(StockDeviceMesh):
             self._take_group_names(names)
             known.meshes.add(self)
             if is_new:
-                _register_root(self)
+                mesh_warnings.register_root(self)
             else:
                 known.meshes.note_names(description)
         except BaseException:
@@ -326,7 +327,7 @@ class DeviceMesh(StockDeviceMesh):
             ]
         )
         result._universe.meshes.add(result)
-        _register_root(result)
+        mesh_warnings.register_root(result)
         return result
 
     @classmethod
@@ -623,7 +624,7 @@ class DeviceMesh(StockDeviceMesh):
         description = concatenate([mesh._description for mesh in meshes], meshes)
         for mesh in meshes:
             if mesh._universe is not first._universe and mesh._names_of_groups:
-                first._universe.groups.borrow(mesh._universe.groups, mesh._names_of_groups)
+                first._universe.groups.list_groups_of(mesh._universe.groups, mesh._names_of_groups)
         axes = [(mesh, index) for mesh in meshes for index in range(len(mesh._description.layout))]
         return first._derive(description, _joined_group_names(axes))
 
@@ -847,7 +848,8 @@ class DeviceMesh(StockDeviceMesh):
 
     # --- process groups -------------------------------------------------------------------------
 
-    # Ours read these two: a subclass may use the public names for something else.
+    # Meshverse itself reads `_has_groups` and `_names_of_groups`: programs and subclasses may use
+    # the public names for something else.
     @property
     def _has_groups(self) -> bool:
         return not isinstance(self._dim_group_names, NoGroupNames)
@@ -868,7 +870,8 @@ class DeviceMesh(StockDeviceMesh):
     def group_names(self) -> tuple[str, ...] | None:
         """c10d names of this rank's process groups, one per axis; None if the mesh has no groups.
 
-        Empty on a rank outside the mesh. Reading the names creates no lazy group.
+        Empty on a rank outside the mesh. Reading the names creates no lazy group. Those of a root
+        under another isolation tag are requested only now.
         """
         names = self._dim_group_names
         return None if isinstance(names, NoGroupNames) else tuple(names)
@@ -1018,9 +1021,7 @@ class DeviceMesh(StockDeviceMesh):
             first=first,
         )
         if not preserve_rank_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
-            from .mesh_warnings import warn_of_sorted_ranks
-
-            warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
+            mesh_warnings.warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
         return [group.name for group in made if group.name is not None]
 
     def _group_names_under(
@@ -1370,7 +1371,7 @@ class DeviceMesh(StockDeviceMesh):
         # ranks contains neither.
         key = self._stable_key()
         if not compiles_one_graph():
-            # Reading `group_names` creates no lazy group.
+            # Reading the names creates no lazy group.
             key = *key, self._universe.rank, self._names_of_groups
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
@@ -1643,9 +1644,3 @@ def _own_attributes(mesh_class: type) -> frozenset[str]:
         name for name, kind in DeviceMesh.__annotations__.items() if "ClassVar" not in str(kind)
     ]
     return frozenset((*declared, *lazily))
-
-
-def _register_root(mesh: DeviceMesh) -> None:
-    from .mesh_warnings import register_root
-
-    register_root(mesh)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from meshverse._torch_compat.c10d_groups import find_group
+from meshverse._torch_compat.c10d_groups import find_c10d_group
 from meshverse._torch_compat.one_graph import is_dynamo_at_work
 from meshverse._torch_compat.tracing import let_graphs_read, not_traced
 from meshverse.groups.registry import GroupRegistry
@@ -25,7 +25,7 @@ class GroupNames(list[str]):
     list. (If the default group can be reconfigured, all meshes have this one.) When a name is read
     by its index, the universe creates the group if it is lazy, or raises the error that says why it
     cannot be used. While torch.compile traces, reading the name of a lazy group raises an error
-    instead of creating it. Iterating and slicing do neither.
+    instead of creating it. Iterating and slicing do neither (but see `DeferredGroupNames`).
 
     Attributes:
         universe: universe of the groups. The code that creates this list sets it.
@@ -59,7 +59,7 @@ def check_in_graph(name: str) -> None:
     group = GroupRegistry.find_current(name)
     if group is not None:
         group.check_in_graph()
-    elif find_group(name) is None:
+    elif find_c10d_group(name) is None:
         raise RuntimeError(
             f"The process group {name} of a mesh in a compiled function has ended, with its "
             "universe or world. Create the mesh again, or call meshverse.revive() if the world "

@@ -22,7 +22,7 @@ from meshverse._torch_compat.c10d_creation import (
     is_of_other_ranks,
     split_c10d_group,
 )
-from meshverse._torch_compat.c10d_groups import end_group, find_group
+from meshverse._torch_compat.c10d_groups import end_group, find_c10d_group
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.agreement import ComparedCalls, RanksDifferError, Rendezvous
 from meshverse.locks import Claim
@@ -210,7 +210,7 @@ def create_by_members(
         # must this rank, whatever a signal handler raises meanwhile.
         return _uninterrupted(create, partial(end_group, group.name, abort=True))
     except RuntimeError as error:
-        if find_group(group.name) is not None:
+        if find_c10d_group(group.name) is not None:
             raise  # it was created: a signal handler has raised this
         message = _could_not_create(request, ranks, world, error)
         if len(ranks) > 1 and is_of_other_ranks(error):

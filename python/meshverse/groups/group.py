@@ -3,7 +3,7 @@
 | state | meaning | make | suspend | resume | destroy | end | revive |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 | planned | has a name; its members create it at first use | live | error | error | | ended | |
-| being made | one thread is creating it | live | error | error | | ended, once created | |
+| being made | one thread is creating it | live | error | error | | ended | |
 | live | usable | live | suspended | live | destroyed | ended | |
 | suspended | its backend has freed device memory | error | suspended | live | destroyed | ended | |
 | destroyed | `destroy_process_group` was called for it | error | error | error | | ended | |
@@ -12,8 +12,8 @@
 The last six columns are events. A cell gives the next state, "error" (the call raises), or nothing
 (the event is ignored). `make`, `suspend`, `resume`, `end` and `revive` are methods of `Group`;
 "destroy" is a call of `destroy_process_group` for the group. While one thread creates a group,
-`make` in other threads waits. `end` does not: the thread that creates the group then ends it, and
-raises. If the creation fails, the group is planned again. The use of a destroyed or ended group
+`make` in other threads waits. `end` does not: the thread that creates c10d's group then ends that,
+and raises. If the creation fails, the group is planned again. The use of a destroyed or ended group
 raises, and a new mesh gets a new group. Only a group that ended with
 its world can be revived: when the world goes on, with a new default group. The `Group` of the
 default group, planned again, then becomes live again.

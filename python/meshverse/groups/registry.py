@@ -43,8 +43,9 @@ class GroupRegistry(WorldState):
         self._counter = itertools.count(1)  # atomic, as `note_destroyed` takes no lock
         self._by_name: MutableMapping[str, Group] = {}
         self._by_content: MutableMapping[tuple[Hashable, str, OptionsKey] | None, Group] = {}
-        self._times_named: Counter[str] = Counter()  # also the number of the next name
-        self._freed: dict[str, set[int]] = {}  # numbers below it that can be given again
+        # By digest, the number of the next name. It falls when the highest numbers are freed.
+        self._times_named: Counter[str] = Counter()
+        self._freed: dict[str, set[int]] = {}  # by digest, lower numbers that can be given again
         self._leftovers: dict[tuple[str, OptionsKey], Group] = {}  # by ranks and options
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
@@ -93,8 +94,8 @@ class GroupRegistry(WorldState):
             group = self._by_content.get(content)
             if group is None or group.is_gone:
                 group = Group(self._next_name(identity), request, self, content=content)
-                # First, so that `release` undoes the rest, wherever it is interrupted. The name
-                # counts last: members that count differently could not find one another.
+                # First, so that `release` undoes the rest, wherever it is interrupted. The next
+                # name's number rises last: members that differ in it could not find one another.
                 ref.group, ref.name = group, group.name
                 self._by_content[content] = self._by_name[group.name] = group
                 self._times_named[identity] += 1

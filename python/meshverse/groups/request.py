@@ -55,6 +55,9 @@ def way_to_create(axis: AxisLayout, options: GroupOptions, world: World) -> tupl
        and the ranks of each group ascend: all ranks take part in one split of the default group.
     3. c10d needs all ranks (see `all_ranks_reason`): all ranks loop over all groups, as in torch.
     4. Otherwise: the members alone create the group, at once or when it is first used.
+
+    Isolation tags and a kept order are part of the options' key, so an axis with one never has
+    default options.
     """
     if (
         axis.size == world.size

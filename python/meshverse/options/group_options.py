@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -205,7 +204,6 @@ class GroupOptions:
         tag: isolation tag under which the group is shared; "" for none.
         preserve_rank_order: whether group ranks follow the order of the mesh, instead of
             ascending ranks.
-        digest: digest of the key.
     """
 
     backend: str
@@ -215,11 +213,6 @@ class GroupOptions:
     explicit_timeout: bool = False
     tag: str = ""
     preserve_rank_order: bool = False
-    digest: str = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Compute the digest."""
-        object.__setattr__(self, "digest", self.key.digest)
 
     @property
     def name_digest(self) -> str:

@@ -93,7 +93,7 @@ class UniverseCalls:
         Raises:
             RanksDifferError: the ranks disagree.
         """
-        made = (layout, first, *((one.axis_name, one.options.digest) for one in requests))
+        made = (layout, first, *((one.axis_name, one.options.key.digest) for one in requests))
         if made in self.compared:
             return None
         world, position = self._world, self._position
@@ -151,7 +151,7 @@ class UniverseCalls:
         digest = hashlib.blake2b(begin.encode(), digest_size=16)
         for request in requests:
             options = request.options
-            what = options.digest if options.explicit_timeout else options.name_digest
+            what = options.key.digest if options.explicit_timeout else options.name_digest
             digest.update(f"{request.axis_name}={request.axis} {what}\n".encode())
         sizes = {request.axis_name: request.axis.size for request in requests}
         return Description(rank, digest.hexdigest(), call, sizes, facts, program_line())

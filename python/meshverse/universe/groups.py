@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshverse._core import AxisLayout, GroupCache, Layout, OptionsKey, RankMap
 from meshverse._torch_compat.backends import backend_for
-from meshverse._torch_compat.c10d_groups import abort_all, find_group
+from meshverse._torch_compat.c10d_groups import abort_all, find_c10d_group
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.agreement import LeftoverError, Rendezvous
 from meshverse.groups.creation import (
@@ -160,7 +160,7 @@ class UniverseGroups:
     # --- look-ups -------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GroupRef]:
-        """Iterate over the groups, in the order in which they were first requested."""
+        """Iterate over the references to groups, in the order of their first requests."""
         return iter(list(self._refs))
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ class UniverseGroups:
             if ref is not None:
                 return ref
         foreign = (ref for ref in self.along(axis) if ref.request.way in _NOT_SHARED)
-        return next((ref for ref in foreign if ref.request.options.digest == key_digest), None)
+        return next((ref for ref in foreign if ref.request.options.key.digest == key_digest), None)
 
     def ascends(self, axis: AxisLayout) -> bool:
         """Return whether the ranks of all groups of an axis ascend."""
@@ -205,7 +205,7 @@ class UniverseGroups:
     def key_digest(self, axis: AxisLayout, name: str) -> str | None:
         """Return the digest of the options key of the group of this name along an axis, or None."""
         named = (ref for ref in self.along(axis) if ref.name == name)
-        return next((ref.request.options.digest for ref in named), None)
+        return next((ref.request.options.key.digest for ref in named), None)
 
     def request_known(
         self, layout: Layout, axis_names: Sequence[str], first: int = 0
@@ -248,7 +248,7 @@ class UniverseGroups:
             return False
         group = self.registry.find(name)
         if group is None:
-            return find_group(name) is None
+            return find_c10d_group(name) is None
         return group.state is State.DESTROYED
 
     def can_stand_for(self, name: str, others: Sequence[str], device_type: str) -> bool:
@@ -363,9 +363,9 @@ class UniverseGroups:
     ) -> list[GroupRef]:
         # `counts`: whether `explain()` counts every request. Not for a slice under a tag
         # (`request_tagged`), for which torch creates no group: only a group's first request counts.
-        makes_groups = any(request.way is not Way.DEFAULT_GROUP for request in requests)
+        uses_other_groups = any(request.way is not Way.DEFAULT_GROUP for request in requests)
         ranks = None
-        if makes_groups and self.calls.is_compared:
+        if uses_other_groups and self.calls.is_compared:
             default_key = self._builder.default_key
             are_default = all(request.options.key == default_key for request in requests)
             ranks = self.calls.compare(requests, call, layout, first, are_default=are_default)
@@ -380,7 +380,7 @@ class UniverseGroups:
         except BaseException as error:
             self._roll_back(new, refs, error, ranks)
             raise
-        if makes_groups and layout.size == self._rank_map.size:
+        if uses_other_groups and layout.size == self._rank_map.size:
             self.calls.take_number()
         if not self.has_created and not all(ref.borrowed for ref in refs):
             universe = self._universe()
@@ -437,7 +437,7 @@ class UniverseGroups:
             # A new mesh has a new group. Of several threads, one removes the old one.
             if self._by_axis.remove(axis, key, known):
                 self._release(known)
-        self._keys[request.options.digest] = key
+        self._keys[request.options.key.digest] = key
         # Calls `_new_ref` in this thread, unless another thread does.
         ref: GroupRef = self._by_axis.get_or_create(axis, key, partial(self._new_ref, request, new))
         return ref
@@ -526,14 +526,11 @@ class UniverseGroups:
         Raises:
             RuntimeError: the group cannot be created, is suspended, or has ended.
         """
-        world = self._own_world
-        if name in self.process_groups and not (world is not None and world.may_change):
-            return
         self.check_usable()
         ref = self.find(name)
         group = self.registry.find(name) if ref is None else ref.group
         if group is None:
-            if find_group(name) is not None:  # from torch or the program
+            if find_c10d_group(name) is not None:  # from torch or the program
                 return
             raise RuntimeError(
                 f"The process group {self._of_axes(name)} was destroyed, by "
@@ -552,10 +549,7 @@ class UniverseGroups:
             return name
         axes = []
         for mesh in universe.meshes:
-            # Of a root under another isolation tag, these names are `DeferredGroupNames` (in
-            # `device_mesh.lazy_names`), whose own iterator would request the groups.
-            names = list.__iter__(mesh._dim_group_names)
-            pairs = zip(mesh._description.labels, names, strict=False)
+            pairs = zip(mesh._description.labels, mesh._dim_group_names, strict=False)
             axes += [f"of axis {label!r} of {mesh}" for label, known in pairs if known == name]
         return " or ".join(axes[:2]) or name
 
@@ -577,7 +571,7 @@ class UniverseGroups:
             self._world.axes_of_default_group[axis_name] = None
         return group.group_name
 
-    def borrow(self, other: UniverseGroups, names: Collection[str]) -> None:
+    def list_groups_of(self, other: UniverseGroups, names: Collection[str]) -> None:
         """List groups of another universe, whose mesh was concatenated with one of this universe.
 
         Args:
