@@ -214,7 +214,9 @@ def _measured(reports: _Reports, prefix: str) -> str:
     names = {"processes": "the gloo processes"}
     for suite in {suite for suite, _ in _AT_A_GLANCE}:
         numbers = [str(row) for row, (of, _) in enumerate(_AT_A_GLANCE, start=1) if of == suite]
-        names[suite] = f"Row{'s' * (len(numbers) > 1)} {', '.join(numbers)} of the table above"
+        names[suite] = (
+            f"Row{'s' * (len(numbers) > 1)} {', '.join(numbers)} of the table of five views"
+        )
     suites = dict.fromkeys([*(suite for suite, _ in _AT_A_GLANCE), "processes"])
     return "\n\n".join([*real, _where(reports, suites, names)])
 

@@ -34,7 +34,7 @@ from meshverse.parallel import (
     load_pretrained,
     save_pretrained,
 )
-from meshverse.parallel.pretrained.files import read_folder
+from meshverse.parallel.pretrained.files import FileWriter, read_folder
 
 pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
 
@@ -49,7 +49,7 @@ from checkpoints import (
     tensors_in,
     values_of,
 )
-from hf_families import families
+from hf_families import families, tiny_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from wrapped_models import WithValueHead
@@ -457,6 +457,26 @@ def test_a_rank_that_cannot_gather_says_so_and_waits_for_nobody(tmp_path: Path) 
     assert re.search(r"^torch.OutOfMemoryError: for \(\d+, \d+\)$", ends[1][2], re.MULTILINE)
     assert not [*(tmp_path / "saved").iterdir()]
     assert not [*tmp_path.glob(".saved.*")]
+
+
+def _fails_in_a_write(folder: str, rank: int) -> str:
+    model = arranged(tiny_model("llama", tied=False), "fsdp 4")
+
+    def without_memory(self: FileWriter, name: str, tensor: torch.Tensor) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(FileWriter, "write", without_memory)
+        with pytest.raises(RuntimeError) as caught:
+            save_pretrained(model, f"{folder}/saved", max_shard_size="1KB")
+    return str(caught.value)
+
+
+def test_all_ranks_raise_what_one_raises_in_a_write(crew: Crew, tmp_path: Path) -> None:
+    said = crew.run(_fails_in_a_write, 4, str(tmp_path), 1)
+    assert said == ["can't allocate memory (on ranks [1])"] * 4
+    assert not [*tmp_path.iterdir()]
 
 
 # --- Bad input -----------------------------------------------------------------------------------

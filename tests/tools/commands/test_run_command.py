@@ -310,7 +310,7 @@ def test_ranks_that_run_without_it_are_pointed_out_to_those_with_it(tmp_path: Pa
         assert "either all ranks of a job run with meshverse.install(), or none" in " ".join(
             error.split()
         )
-    report = "meshverse run: rank 0 of 4. Its meshes got no process group, so it shared none."
+    report = "rank 0 of 4. No process group was created for its meshes, so none was shared."
     assert [report in " ".join(error.split()) for error in errors] == [True, False]
 
 

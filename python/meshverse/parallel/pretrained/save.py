@@ -122,9 +122,10 @@ def save_pretrained(
     folder, such as a tokenizer's, are kept.
 
     All ranks that have a part of the model make the call, and see the folder. If one raises, all
-    raise the same error, unless a gather failed, such as for lack of memory: that rank raises it at
-    once, and the others raise when their gather does. One job at a time saves to a folder: a save
-    removes what another one, which may have been killed, has left of a new folder.
+    raise the same error, unless a gather failed, such as for lack of memory: that rank raises at
+    once, and must end its process, because the others wait for it until their groups' timeout. One
+    job at a time saves to a folder: a save deletes unfinished folders of other saves, killed or
+    still running.
 
     Args:
         model: model of transformers, or a wrapper of one, or a pipeline stage.
@@ -357,7 +358,7 @@ def _write(
                 written.result()
             for writer in writers.values():
                 writer.sync()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  (returned, for all ranks to raise)
             failure = failure or error
     return failure
 
@@ -438,7 +439,8 @@ def _save_adapter(
     found = together(lambda: adapter_places(model, adapter, _persistent(model, inner)), group)
     stages = _stages(found, group)
     with _new_folder(target, group) as temporary:
-        own = {name: _whole(place.tensor).cpu() for name, place in found.items()}
+        whole = {name: _whole(place.tensor) for name, place in found.items()}
+        own = together(lambda: {name: each.cpu() for name, each in whole.items()}, group)
         tensors = dict(own)
         for stage in stages[1:]:  # the first is the first rank's; one at a time, for the memory
             sent = sent_from(stage.ranks[0], own, group)

@@ -68,6 +68,9 @@ def print_beside(text: str) -> None:
 
 
 def _run(arguments: Sequence[str]) -> int | Callable[[], int]:
+    if arguments[:1] == ["--version"]:  # whatever follows it
+        print(f"meshverse {version_and_commit()}")  # noqa: T201
+        return 0
     name = next((word for word in arguments if not word.startswith("-")), None)
     if name is not None and name not in _COMMANDS:
         raise ValueError(
@@ -104,8 +107,7 @@ def parser_of(
     )
     parser.add_argument(
         "--version",
-        action=_Version,
-        nargs=0,
+        action="store_true",  # `_run` reads it
         help="print the version and the commit that it was built from",
     )
     commands = parser.add_subparsers(metavar="command")
@@ -121,11 +123,3 @@ def parser_of(
             importlib.import_module(f".{name}_command", __package__).describe(parsers[name])
             parsers[name].description = "\n".join(paragraph(parsers[name].description or ""))
     return parser, parsers
-
-
-class _Version(argparse.Action):
-    """Option that prints the version and ends, whatever follows it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"meshverse {version_and_commit()}")  # noqa: T201
-        parser.exit()

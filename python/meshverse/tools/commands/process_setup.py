@@ -120,7 +120,7 @@ class _Report(WorldState):
         said = summary_line(explanations)
         if not universes.n_ended and not any(each.requested for each in explanations):
             # Such as after an error in the creation of the first mesh.
-            said = "Its meshes got no process group, so it shared none."
+            said = "No process group was created for its meshes, so none was shared."
         lines = [f"meshverse run: rank 0 of {self._size}. {said}"]
         if universes.n_ended:
             lines.append(
