@@ -37,7 +37,9 @@ _CASES = [
 @pytest.mark.parametrize(("hang", "of", "expected"), _CASES)
 def test_the_root_cause_comes_first(hang, of, expected, tmp_path: Path, capsys) -> None:
     hang.job.write(tmp_path, of)
-    command = ["hang", str(tmp_path), *(["--mesh", hang.mesh] if hang.mesh else [])]
+    # Gloo's dumps do not say how many ranks the job has.
+    mesh = hang.mesh or (f"x={len(hang.job.programs)}" if of.is_gloo else "")
+    command = ["hang", str(tmp_path), *(["--mesh", mesh] if mesh else [])]
     assert main(command) == (1 if expected.cause else 0)
     text = capsys.readouterr().out
     for part in expected.parts:

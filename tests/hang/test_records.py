@@ -12,6 +12,7 @@ import pytest
 from meshverse.hang.dumps import read_dumps
 from meshverse.hang.records import (
     Call,
+    GroupSeen,
     Progress,
     RankRecord,
     group_in_words,
@@ -81,7 +82,7 @@ def test_a_call_of_nccl() -> None:
         out_shapes=((4, 2),),
         progress=Progress.STARTED,
     )
-    assert record.groups == {"7": ("axis tp", range(2))}
+    assert record.groups == {"7": GroupSeen("axis tp", range(2))}
     assert record.pending() == []
 
 

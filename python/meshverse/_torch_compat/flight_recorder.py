@@ -174,6 +174,27 @@ def sequence_number(name: str) -> int:
         return 0
 
 
+def highest_number(name: str) -> int | None:
+    """Return the number of the last collective that any backend of a group has begun.
+
+    None if it is not known.
+
+    Args:
+        name: c10d's name of the group.
+    """
+    group, numbers = _group_called(name), []
+    for device in () if group is None else group._device_types:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # there is none
+            continue
+        try:
+            numbers.append(int(backend._get_sequence_number_for_group()))
+        except RuntimeError:  # it does not count
+            return None
+    return max(numbers, default=None)
+
+
 def creation_of_frame(frame: FrameType | None) -> str:
     """Return the function of torch.distributed in which a thread creates a process group; or "".
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from meshverse._torch_compat.flight_recorder import (
     FrameWait,
     creation_of_frame,
     groups_of_process,
+    highest_number,
     read_flight_recorders,
     sequence_number,
     wait_of_frame,
@@ -54,11 +55,14 @@ def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecor
     threads: dict[str, int] = {}  # by group, the one that made the last call
     for dump in read_flight_recorders(with_lines=with_lines):
         entries = dump["entries"]
-        # Calls of an earlier group of the same name do not count.
+        # Calls of an earlier group of the same name do not count: it has another description, or
+        # has begun more calls than the group of today.
+        earlier = _of_earlier_groups(entries)
         own = [
             entry
             for entry in entries
             if groups.get(entry["process_group"][0], ("",))[0] in ("", entry["process_group"][1])
+            and entry["process_group"][0] not in earlier
         ]
         recorded = record_of({**dump, "entries": own}, rank, record.time, n_kept=n_kept)
         recorded.is_cut = bool(entries) and int(entries[0].get("record_id", 0)) > 0
@@ -91,6 +95,21 @@ def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecor
         if group in record.groups and frame is not None and frame is not main:
             record.doing_in[group] = _doing(frame)
     return record
+
+
+def _of_earlier_groups(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of groups whose last recorded collective is not of this world's group."""
+    last = {
+        entry["process_group"][0]: int(entry.get("collective_seq_id", 0))
+        for entry in entries
+        if not entry.get("is_p2p")
+    }
+    begun = {name: highest_number(name) for name in last}
+    return {
+        name
+        for name, number in last.items()
+        if (limit := begun[name]) is not None and number > limit
+    }
 
 
 def _waits(now: float) -> dict[int, FrameWait]:

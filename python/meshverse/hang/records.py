@@ -20,8 +20,9 @@ from meshverse.wording import rank_ranges
 DEFAULT_GROUP = "the default group"
 UNNAMED_GROUP = "an unnamed group"  # which was created without `group_desc`
 ANY_SOURCE = -1  # `Call.peer` of a receive from any rank of the group
-KEPT = 4  # completed calls kept per group, unless more are asked for
-HISTORY = 100_000  # completed calls kept per group for a history: all that a recorder has
+# Completed collectives kept per group, and as many sends and receives; for a history, all that a
+# recorder has.
+KEPT, HISTORY = 4, 100_000
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 # Which Meshverse's groups have: "[3]", "[0-3]", "[0-6:2]"; or "[0-5, 3 ranks]", which is not exact.
 _RANKS_IN_DESCRIPTION = re.compile(r"\[(?:(\d+)(?:-(\d+)(?::(\d+))?)?|[^]]*)\]$")
@@ -119,10 +120,12 @@ class GroupSeen(NamedTuple):
     Attributes:
         label: name for messages, such as "axis tp".
         ranks: global ranks, in group-rank order; None if they are not known.
+        is_guess: whether there may be more ranks, see `complete_default_group`.
     """
 
     label: str
     ranks: Sequence[int] | None
+    is_guess: bool = False
 
 
 @dataclass
@@ -278,12 +281,21 @@ def world_size_of(records: Mapping[int, RankRecord]) -> int | None:
     return None
 
 
-def complete_default_group(records: Mapping[int, RankRecord], largest_rank: int) -> None:
-    """Set the ranks of the default group, from 0 to the largest one, if a dump lacks them."""
+def complete_default_group(
+    records: Mapping[int, RankRecord], largest_rank: int, *, is_guess: bool = False
+) -> None:
+    """Set the ranks of the default group, from 0 to the largest one, if a dump lacks them.
+
+    Args:
+        records: records of ranks, by global rank.
+        largest_rank: largest rank that is known.
+        is_guess: whether there may be larger ones, which died without a dump.
+    """
     for record in records.values():
         for name, seen in record.groups.items():
-            if seen.label == DEFAULT_GROUP and len(seen.ranks or ()) <= largest_rank:
-                record.groups[name] = seen._replace(ranks=range(largest_rank + 1))
+            if seen.label == DEFAULT_GROUP and not seen.ranks:
+                ranks = range(largest_rank + 1)
+                record.groups[name] = seen._replace(ranks=ranks, is_guess=is_guess)
 
 
 def _configured(config: Mapping[str, Any]) -> Iterator[tuple[str, GroupSeen]]:
@@ -347,19 +359,19 @@ def _calls(entries: Sequence[Entry], n_kept: int, *, is_cut: bool) -> list[Call]
         is_over = is_p2p or _is_gloos(inside[-1]) or number <= last_done.get(group, 0)
         if not is_over and not _is_done(inside[-1]):
             first_pending[group] = min(first_pending.get(group, number), number)
-    left: dict[str, int] = {}
+    left: dict[tuple[str, bool], int] = {}
     kept: list[Call] = []
     for (group, is_p2p, number), inside in reversed(launches.items()):
         is_over = not is_p2p and number <= last_done.get(group, 0)
         is_behind = not is_p2p and number > first_pending.get(group, number)
         for entry, state in reversed(_operations(inside)):
             is_done = is_over or (_is_done(state) and not is_behind)
-            n_left = left.setdefault(group, n_kept)
+            n_left = left.setdefault((group, is_p2p), n_kept)
             if is_done and not n_left:
                 continue
             call = _call(entry, number, is_done, _progress(state, has_timing))
             if call is not None:
-                left[group] = max(n_left - is_done, 0)
+                left[group, is_p2p] = max(n_left - is_done, 0)
                 kept.append(call._replace(is_retired=bool(state.get("retired", True))))
     kept.reverse()
     return kept

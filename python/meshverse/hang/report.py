@@ -235,7 +235,7 @@ class ReportFormatter(NamedTuple):
             )
         if not one.is_whole:
             return (
-                "all known ranks of this group have made the call. Gloo's dumps do not say which "
+                "all known ranks of this group have made the call. The dumps do not say which "
                 "ranks this group has: pass --mesh to find out which are missing."
             )
         return self._what_is_unknown(one)
@@ -247,6 +247,15 @@ class ReportFormatter(NamedTuple):
             return self._why_no_record([partner.rank], f"the {other}")
         if partner.is_older:
             return self._why_not_sure([partner.rank])
+        if partner.may_have_sent:
+            who = self.ranks([*one.waiting])
+            is_late = one.call.progress is Progress.NOT_STARTED
+            late = "has not started it" if is_late else "may not have reached it"
+            return (
+                f"a {one.call.operation} without its {other}, or a late GPU: that of {who} {late}, "
+                f"and {self.ranks([partner.rank])} may have sent already: small sends end before "
+                f"they are received{self._where_to_look(partner)}."
+            )
         return (
             f"a {one.call.operation} without its {other}: {self.ranks([partner.rank])} has not "
             f"called it{self._where_to_look(partner)}."
@@ -334,12 +343,14 @@ class ReportFormatter(NamedTuple):
         )
 
     def _deadlock(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
-        steps = []
+        steps: list[str] = []
+        on_cycle: list[Missing] = []
         for name in one.cycle[:4]:
             stuck = by_name[name]
             following = one.cycle[(one.cycle.index(name) + 1) % len(one.cycle)]
             for missing in stuck.awaited:
                 if missing.where == following:
+                    on_cycle.append(missing)
                     others = [rank for rank in stuck.waiting if rank != missing.rank]
                     line = _line_of(stuck.waiting[rank] for rank in others)
                     behind = (
@@ -365,12 +376,28 @@ class ReportFormatter(NamedTuple):
         skipped = f"{self._skipped(one.skip)} " if one.skip is not None else ""
         text = f"a deadlock. {chain[:1].upper()}{chain[1:]}. {skipped}{rule}"
         waiting = (call for name in one.cycle for call in by_name[name].waiting.values())
-        if all(call.progress is not Progress.ENQUEUED for call in waiting):
-            return text
-        return (
-            f"this may be {text} Starts on the GPUs are not recorded (TORCH_NCCL_ENABLE_TIMING=1): "
-            "calls that overlap, as with async_op=True, do not wait for one another."
-        )
+        if any(call.progress is Progress.ENQUEUED for call in waiting):
+            return (
+                f"this may be {text} Starts on the GPUs are not recorded "
+                "(TORCH_NCCL_ENABLE_TIMING=1): calls that overlap, as with async_op=True, do not "
+                "wait for one another."
+            )
+        doubts = [doubt for one_on_it in on_cycle if (doubt := self._doubt(one_on_it))]
+        return " ".join([f"this may be {text}", *doubts]) if doubts else text
+
+    def _doubt(self, missing: Missing) -> str:
+        """Return why a rank of a deadlock may not wait in its call; "" if it surely does."""
+        call, who = missing.elsewhere, self.ranks([missing.rank])
+        if call is None:
+            return ""
+        if call.progress is Progress.CALLED and missing.doing not in ("", call.line) and call.line:
+            return (
+                f"But {who} is at {short_line(missing.doing)}: if that does not wait for its "
+                f"{call.operation}, such as with async_op=True, look there."
+            )
+        if call.is_async:
+            return f"But {who} may not wait for its {call.operation}, which may be asynchronous."
+        return ""
 
     def _mismatch(self, one: Stuck) -> str:
         lines = []

@@ -60,11 +60,14 @@ class Missing(NamedTuple):
         last: last collective that the rank called in the stuck group; None if none is known.
         latest: last call that the rank made in any group, if it waits nowhere; else None.
         latest_label: name of that call's group for messages.
-        doing: line of the program that the rank is in; "" if it is not known.
+        doing: line of the program that the rank is in, or its thread that called `elsewhere`; "" if
+            it is not known.
         is_recorded: whether there is a record of this rank.
         was_read: whether this record was read: of many missing ranks, only some are.
         is_cut: whether the rank's older calls are gone, so that it may have made the call.
         is_older: whether the record is older than the call, which the rank may have made since.
+        may_have_sent: whether its last call is a completed send to the rank that waits to receive.
+            That may be the one it waits for: NCCL's small sends end before they are received.
     """
 
     rank: int
@@ -79,6 +82,7 @@ class Missing(NamedTuple):
     was_read: bool = True
     is_cut: bool = False
     is_older: bool = False
+    may_have_sent: bool = False
 
 
 class Skip(NamedTuple):
@@ -253,10 +257,10 @@ class _WaitForGraph:
             else:
                 missing.append(rank)
         if waiting:
-            is_complete = seen.ranks is not None and len(there) == len(members)
-            differing = _differing(there, is_complete=is_complete)
+            is_whole = seen.ranks is not None and not seen.is_guess
+            differing = _differing(there, is_complete=is_whole and len(there) == len(members))
             whole = seen._replace(ranks=list(members))
-            self._add(name, name, whole, waiting, past, missing, differing, seen.ranks is not None)
+            self._add(name, name, whole, waiting, past, missing, differing, is_whole)
 
     def add_pairs(self, is_stuck: Callable[[Call], bool]) -> None:
         """Add the pending sends and receives. The first ones of two ranks belong together."""
@@ -275,6 +279,15 @@ class _WaitForGraph:
                 seen = GroupSeen(self._seen[group].label, both)
                 name = _pair_name(group, sender, receiver)
                 self._add(name, group, seen, waiting, [], missing, differing, True)
+                if missing == [sender] and name in self.found:
+                    found = self.found[name]
+                    found.missing = [self._with_last_send(found.missing[0], group, receiver)]
+
+    def _with_last_send(self, sender: Missing, group: str, receiver: int) -> Missing:
+        last = sender.latest
+        is_known_over = last is not None and last.is_done and last.progress is not Progress.CALLED
+        pair = self._pair(sender.rank, last) if last is not None and is_known_over else None
+        return sender._replace(may_have_sent=pair == (group, sender.rank, receiver))
 
     def _add_receive_from_any(self, rank: int, call: Call) -> None:
         seen, name = self._seen[call.group], _receive_name(call.group, rank)
@@ -331,6 +344,7 @@ class _WaitForGraph:
             return Missing(rank, is_recorded=False)
         front = next(iter(self._fronts[rank]), None)
         latest = record.calls[-1] if record.calls and front is None else None
+        waits_in = group if front is None else front.group
         return Missing(
             rank,
             elsewhere=front,
@@ -338,7 +352,7 @@ class _WaitForGraph:
             last=record.last(group),
             latest=latest,
             latest_label="" if latest is None else group_in_words(record.groups[latest.group]),
-            doing=record.doing_in.get(group, record.doing),
+            doing=record.doing_in.get(waits_in, record.doing),
             was_read=record.was_read,
             is_cut=record.is_cut,
         )
@@ -365,7 +379,7 @@ class _WaitForGraph:
             if name in may_be_on_cycle:
                 stuck.cycle = _cycle(name, graph)
             stuck.cause = self._cause(stuck)
-        self._find_ways()
+        self._find_ways(where)
 
     def _name_of(self, rank: int, call: Call) -> str:
         """Return the name of the stuck call that a rank's call belongs to; "" if there is none."""
@@ -420,13 +434,13 @@ class _WaitForGraph:
             return Cause.LATE
         return Cause.UNKNOWN
 
-    def _find_ways(self) -> None:
+    def _find_ways(self, where: Mapping[int, Sequence[str]]) -> None:
         """Set `via` of each call that follows, on a shortest way to a cause, a known one if any."""
         came_from: dict[str, list[tuple[int, str]]] = {}
         for name, stuck in self.found.items():
             for each in stuck.awaited:
-                if each.where:
-                    came_from.setdefault(each.where, []).append((each.rank, name))
+                for other in where.get(each.rank, ()):
+                    came_from.setdefault(other, []).append((each.rank, name))
         for is_known in (True, False):
             queue = deque(
                 name

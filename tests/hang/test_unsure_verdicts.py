@@ -1,0 +1,160 @@
+"""Verdicts on hangs of which the records do not tell all: they say so."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.recorded_job import BEGIN, Format, Job, Step
+from meshverse.hang.live import record_here
+from meshverse.hang.records import Call, GroupSeen, Progress, RankRecord
+from meshverse.hang.report import ReportFormatter
+from meshverse.hang.verdicts import Cause, find_stuck
+from meshverse.tools.commands.main import main
+
+_NCCL, _TIMED, _GLOO = Format("nccl"), Format("nccl", is_timed=True), Format("gloo")
+_SUM = Step("all_reduce", "world")
+_STOPS = Step("stops")
+
+
+def _said(
+    dumps: Mapping[int, dict[str, Any]],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    written: Mapping[int, int] | None = None,
+) -> str:
+    """Return what the command says of dumps. Keys of `written` are ranks, values times of files."""
+    for rank, dump in dumps.items():
+        path = folder / f"trace_rank_{rank}"
+        path.write_bytes(pickle.dumps(dump))
+        at = BEGIN + (written or {}).get(rank, 600)
+        os.utime(path, (at, at))
+    assert main(["hang", str(folder)]) == 1
+    return capsys.readouterr().out
+
+
+def _has_ended(entry: dict[str, Any]) -> None:
+    entry.update(state="completed", retired=True)
+
+
+@pytest.mark.parametrize("of", [_GLOO, _NCCL])
+def test_a_rank_above_all_dumps_may_have_died(of: Format, tmp_path: Path, capsys) -> None:
+    dumps = Job([[_SUM, _SUM]] * 3 + [[_SUM, Step("dies")]]).dumps(of)
+    for dump in dumps.values() if of is _NCCL else ():
+        dump["pg_config"]["0"]["ranks"] = "[]"  # as of a second default group
+    said = _said(dumps, tmp_path, capsys)
+    assert "all known ranks of this group have made the call. The dumps do not say which" in said
+
+
+def test_ranks_that_a_dump_lists_stay_when_dumps_of_a_larger_job_lie_beside(
+    tmp_path: Path, capsys
+) -> None:
+    larger = Job([[_SUM, _SUM]] * 7 + [[_SUM]]).dumps(_NCCL)
+    smaller = Job([[_SUM] * 4] * 3 + [[_SUM] * 3 + [_STOPS]]).dumps(_NCCL)
+    for dump in smaller.values():
+        for entry in dump["entries"]:
+            entry["time_created_ns"] += 3600 * 10**9
+    written = dict.fromkeys(range(4), 4200)
+    dumps = {rank: larger[rank] for rank in range(4, 8)} | smaller
+    said = _said(dumps, tmp_path, capsys, written)
+    assert "all_reduce number 4 on the default group, ranks 0-3," in said
+    assert "Verdict: rank 3 has not called it." in said
+
+
+def test_sends_do_not_hide_the_collectives_of_their_group(tmp_path: Path, capsys) -> None:
+    root = Step("broadcast", "world", root=1)
+    sends, receives = [Step("send", "world", peer=3)] * 6, [Step("recv", "world", peer=1)] * 6
+    job = Job([[_SUM, root], [_SUM, root, *sends], [_SUM, _STOPS], [_SUM, *receives, _STOPS]])
+    dumps = job.dumps(_NCCL)
+    for rank in (1, 3):  # a small broadcast is soon over on its root
+        for entry in dumps[rank]["entries"]:
+            _has_ended(entry)
+    said = _said(dumps, tmp_path, capsys)
+    assert "past it:       rank 1\n" in said
+    assert "missing:       ranks 2, 3, last call in this group: all_reduce number 1" in said
+
+
+@pytest.mark.parametrize(
+    ("of", "late"), [(_NCCL, "may not have reached"), (_TIMED, "has not started")]
+)
+def test_a_send_that_has_ended_may_be_the_awaited_one(
+    of: Format, late: str, tmp_path: Path, capsys
+) -> None:
+    receiver = [_SUM, Step("kernel"), Step("recv", "world", peer=1)]
+    dumps = Job([receiver, [_SUM, Step("send", "world", peer=0), _STOPS]]).dumps(of)
+    _has_ended(dumps[1]["entries"][-1])
+    said = _said(dumps, tmp_path, capsys)
+    assert f"a recv without its send, or a late GPU: that of rank 0 {late} it" in said
+    assert "rank 1 may have sent already" in said
+    assert "has not called it" not in said
+
+
+def test_a_receive_that_may_be_asynchronous_is_no_sure_deadlock(tmp_path: Path, capsys) -> None:
+    receives = Step("recv", "world", peer=1, is_async=True)
+    sends = Step("send", "world", peer=0, is_async=True)
+    said = _said(Job([[receives, _STOPS], [_SUM, sends], [_SUM]]).dumps(_TIMED), tmp_path, capsys)
+    assert "Verdict: this may be a deadlock." in said
+    assert "But rank 0 may not wait for its recv, which may be asynchronous." in said
+
+
+def _call(group: str, number: int, line: str, progress: Progress = Progress.CALLED) -> Call:
+    began = BEGIN - 60.0
+    return Call(
+        group, number, "all_reduce", False, began, ((4,),), "Float", line, progress=progress
+    )
+
+
+def _records(groups: Mapping[str, range], calls: Mapping[int, list[Call]]) -> dict[int, RankRecord]:
+    seen = {name: GroupSeen(f"axis {name}", ranks) for name, ranks in groups.items()}
+    return {rank: RankRecord(rank, BEGIN, own, dict(seen)) for rank, own in calls.items()}
+
+
+@pytest.mark.parametrize("doing", ["/x/data.py:99 in load_batch", "/x/train.py:20 in backward"])
+def test_a_rank_that_is_elsewhere_in_the_program_is_no_sure_deadlock(doing: str) -> None:
+    lines = "/x/train.py:20 in backward", "/x/train.py:30 in forward"
+    calls = {0: [_call("dp", 5, lines[0])], 1: [_call("tp", 7, lines[1])]}
+    records = _records({"dp": range(2), "tp": range(2)}, calls)
+    records[0].doing, records[1].doing = doing, lines[1]
+    found = find_stuck(records)
+    said = ReportFormatter().text(found)
+    assert {one.cause for one in found} == {Cause.DEADLOCK}
+    is_elsewhere = "data.py" in doing
+    assert ("Verdict: this may be a deadlock." in said) == is_elsewhere
+    assert ("But rank 0 is at x/data.py:99 in load_batch" in said) == is_elsewhere
+
+
+def test_a_call_that_follows_names_a_way_to_its_cause_through_any_call_of_a_rank() -> None:
+    # Rank 0 waits in two calls, of which the second one leads to the cause.
+    calls = {
+        0: [_call(name, 1, "", Progress.STARTED) for name in ("a", "b")],
+        1: [_call("c", 1, "", Progress.STARTED)],
+        2: [_call("b", 1, "", Progress.STARTED)],
+    }
+    groups = {"a": range(2), "c": range(2), "b": range(0, 3, 2)}
+    said = ReportFormatter().text(find_stuck(_records(groups, calls)))
+    assert said.count("Verdict: caused by another hang: rank ") == 2
+
+
+def test_calls_of_an_earlier_default_group_are_none_of_this_ones() -> None:
+    def calls(*, of_both: bool) -> list[tuple[int, bool]]:
+        for n_calls in (3, 1 if of_both else 0):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            for _ in range(n_calls):
+                dist.all_reduce(torch.ones(2))
+        record = record_here(0, with_lines=False)
+        dist.destroy_process_group()
+        assert record.time <= time.time()
+        return [(call.number, call.is_done) for call in record.calls]
+
+    assert calls(of_both=False) == []
+    assert [number for number, _ in calls(of_both=True)] == [1]
