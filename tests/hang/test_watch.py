@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -248,6 +249,65 @@ def test_a_rank_alone_says_of_the_others_that_it_could_not_ask_them(caplog, monk
         "the flight recorders of ranks 0, 2, 3 were unreadable: they may have called it.",
         "the flight recorder of rank 3 (pp=1, tp=1) was unreadable: it may have called the send.",
     ]
+
+
+def _answer_each_alarm(store: StoreKeys, peers: list[RankRecord], is_over: threading.Event) -> None:
+    for number in itertools.count():
+        alarm = Alarm(store, number)
+        while not alarm.is_raised():
+            if is_over.wait(0.01):  # short-timeout: it must elapse, between two looks
+                return
+        for peer in peers:
+            peer.time = time.time()
+            alarm.answer(peer)
+
+
+def test_a_call_that_followed_another_one_is_reported_again_with_a_cause_of_its_own(
+    caplog, monkeypatch
+) -> None:
+    store, heard, is_over = StoreKeys(dist.HashStore(), "", 4), [], threading.Event()
+    monkeypatch.setattr(World, "run_keys", store)
+    monkeypatch.setattr(watch_module, "longest_wait", lambda: 60.0)
+    monkeypatch.setattr(watch_module, "_LONGEST_SECONDS_TO_ANSWER", 60.0)  # the peers do answer
+    began = time.time() - 60
+
+    def call(group: str, number: int, *, is_done: bool = False) -> Call:
+        return Call(group, number, "all_reduce", is_done, began + number, line="train.py:8 in step")
+
+    tp, dp = GroupSeen("axis tp", [0, 1]), GroupSeen("axis dp", [0, 2])
+    mine = RankRecord(1, began, [call("tp", 7)], {"tp": tp})
+    first = RankRecord(0, began, [call("tp", 6, is_done=True), call("dp", 4)], {"tp": tp, "dp": dp})
+    slow = RankRecord(2, began, [call("dp", 3, is_done=True)], {"dp": dp})
+    arguments = (store, [first, slow], is_over)
+    answering = threading.Thread(target=_answer_each_alarm, args=arguments, daemon=True)
+    with fake_world(4, 1), caplog.at_level(logging.INFO, logger="meshverse.hang.watch"):
+        world = World.current()
+        assert world is not None
+        watched = _WatchedWorld(world, 1.0, lambda hang: heard.append(hang.groups[0]["cause"]))
+
+        def record(*, with_lines: bool, n_kept: int = 0) -> RankRecord:
+            mine.time = time.time()
+            return mine
+
+        def look_until(causes: list[str]) -> None:
+            wait_until(lambda: watched.look(0.0, threading.Event()) or heard == causes)
+
+        monkeypatch.setattr(watched, "_record", record)
+        answering.start()
+        look_until(["follows"])
+        for _ in range(3):  # looks before the next one is due
+            watched.look(0.0, threading.Event())
+        assert heard == ["follows"]
+        # The other call is over, and rank 0 has skipped the one that this rank waits in.
+        first.calls[-1] = call("dp", 4, is_done=True)
+        first.doing = "data.py:9 in load_batch"
+        look_until(["follows", "missing"])
+        is_over.set()
+        answering.join()
+    logged = [(each.levelno, each.getMessage()) for each in caplog.records]
+    assert [level for level, _ in logged] == [logging.INFO, logging.ERROR]
+    assert "caused by another hang: rank 0 waits in all_reduce number 4 on axis dp" in logged[0][1]
+    assert "Verdict: rank 0 has not called it: look at data.py:9 in load_batch." in logged[1][1]
 
 
 # --- on ranks -------------------------------------------------------------------------------------

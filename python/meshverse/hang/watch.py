@@ -257,11 +257,14 @@ class _Reported(NamedTuple):
         what: the call and its group, in words.
         since: time of the call, in seconds since the epoch.
         level: level at which this rank has logged the report; None if another rank reports.
+        again_at: monotonic time at which to examine the call again, as the report had no cause of
+            its own; None if it had one, or another rank reports.
     """
 
     what: str
     since: float
     level: int | None
+    again_at: float | None
 
 
 class _WatchedWorld:
@@ -315,7 +318,7 @@ class _WatchedWorld:
     # --- this rank ----------------------------------------------------------------------------
 
     def _find_stuck(self) -> list[Call]:
-        """Return the calls of this rank that are older than the limit and were not reported."""
+        """Return the calls of this rank that are older than the limit and are to be reported."""
         now = time.monotonic()
         status = flight_recorder_status()
         for group, numbers in status.items():
@@ -330,17 +333,20 @@ class _WatchedWorld:
         record = self._record(with_lines=False)
         if not any(call.number for call in record.pending()):  # of those that are recorded
             self._settled |= {group: numbers for group, (numbers, _) in self._unchanged.items()}
-        return [
-            call
-            for call in record.pending()
-            if self._is_stuck(call) and _identity(call) not in self._reported
-        ]
+        return [call for call in record.pending() if self._is_stuck(call) and self._is_due(call)]
 
     def _record(self, *, with_lines: bool, n_kept: int = KEPT) -> RankRecord:
         return record_here(self.world.rank, with_lines=with_lines, n_kept=n_kept)
 
     def _is_stuck(self, call: Call) -> bool:
         return time.time() - call.since >= self._seconds
+
+    def _is_due(self, call: Call) -> bool:
+        """Return whether a call was not reported, or has to be examined again."""
+        reported = self._reported.get(_identity(call))
+        if reported is None:
+            return True
+        return reported.again_at is not None and time.monotonic() >= reported.again_at
 
     # --- an alarm -----------------------------------------------------------------------------
 
@@ -373,17 +379,26 @@ class _WatchedWorld:
         waiting = [call for call in record.pending() if self._has_waited(call)]
         mine = {call.group: call for call in reversed(waiting)}
         reporters: dict[str, bool] = {}
+        earlier = dict(self._reported)
         for group, call in mine.items():
-            if _identity(call) not in self._reported:
+            if self._is_due(call):
                 reporters[group] = alarm.claim(group, record)
                 what = _in_words(call, record)
-                self._reported[_identity(call)] = _Reported(what, call.since, None)
+                self._reported[_identity(call)] = _Reported(what, call.since, None, None)
+        # One for all groups: the other ranks answer at the same time, and wait for this one's
+        # answer to the next alarm.
+        deadline = time.monotonic() + pause + _LONGEST_SECONDS_TO_ANSWER
         for group, is_reporter in reporters.items():
             if is_reporter:
-                self._own_keys.append((now, alarm.verdict_key(group, record)))
-                level = self._report(alarm, group, record, pause, is_over)
                 identity = _identity(mine[group])
-                self._reported[identity] = self._reported[identity]._replace(level=level)
+                self._own_keys.append((now, alarm.verdict_key(group, record)))
+                is_again = identity in earlier
+                cause, level = self._report(alarm, group, record, deadline, is_over, is_again)
+                has_own_cause = cause not in (None, Cause.FOLLOWS)
+                self._reported[identity] = self._reported[identity]._replace(
+                    level=earlier[identity].level if level is None and is_again else level,
+                    again_at=None if has_own_cause else time.monotonic() + self._seconds,
+                )
         if self._on_stuck is not None:
             self._awaited |= {
                 alarm.verdict_key(group, record): now + _SECONDS_TO_KEEP
@@ -400,25 +415,40 @@ class _WatchedWorld:
         self._own_keys = [(since, key) for since, key in self._own_keys if since >= oldest]
 
     def _report(
-        self, alarm: Alarm, group: str, record: RankRecord, pause: float, is_over: threading.Event
-    ) -> int | None:
+        self,
+        alarm: Alarm,
+        group: str,
+        record: RankRecord,
+        deadline: float,
+        is_over: threading.Event,
+        is_again: bool,
+    ) -> tuple[Cause | None, int | None]:
         """Log the verdict on a group, for all its ranks, and write it to the store.
 
+        Args:
+            alarm: the alarm.
+            group: c10d's name of the group.
+            record: that of this rank.
+            deadline: monotonic time until which to wait for the answers of the group's ranks.
+            is_over: set when the watch ends.
+            is_again: whether an earlier report of the call had no cause of its own. Then one that
+                still has none is not logged.
+
         Returns:
-            The level at which it was logged; None if the call has ended meanwhile.
+            The cause, and the level at which it was logged; None for what there is not, such as if
+            the call has ended meanwhile.
         """
-        deadline = time.monotonic() + pause + _LONGEST_SECONDS_TO_ANSWER
         while True:
             records = alarm.collect(group, record)
             ranks = record.groups[group].ranks or ()
             if all(rank in records for rank in ranks) or time.monotonic() > deadline:
                 break
             if is_over.wait(_SECONDS_TO_ANSWER):
-                return None
+                return None, None
         stuck = find_stuck(records, self._has_waited)
         own = next((one for one in stuck if one.group == group), None)
-        if own is None:
-            return None
+        if own is None or (is_again and own.cause is Cause.FOLLOWS):
+            return None, None
         # Pairs of ranks in a group may be stuck for different causes.
         about = [own, *(one for one in stuck if one is not own and _goes_with(one, own))]
         find_skips(about, stuck, alarm.history)
@@ -432,7 +462,7 @@ class _WatchedWorld:
         level = logging.ERROR if is_cause else logging.INFO
         _log.log(level, "Rank %d: A collective is stuck.\n%s", self.world.rank, text)
         self._call(Hang(text, data, True))
-        return level
+        return own.cause, level
 
     def _pass_on_verdicts(self, store: StoreKeys) -> None:
         """Call `on_stuck` with the verdicts that other ranks have logged since the last look."""
@@ -450,7 +480,11 @@ class _WatchedWorld:
 
     def _report_alone(self, stuck: list[Call]) -> None:
         """Log what this rank knows without the other ranks' records."""
-        new = [call for call in stuck if _identity(call) not in self._reported]
+        new = [
+            call
+            for call in stuck
+            if (known := self._reported.get(_identity(call))) is None or known.level is None
+        ]
         if not new:
             return
         record = self._record(with_lines=True)
@@ -458,7 +492,7 @@ class _WatchedWorld:
         formatter = ReportFormatter(live_coordinates, NoRecord.NO_STORE)
         for call in new:
             what = _in_words(call, record)
-            self._reported[_identity(call)] = _Reported(what, call.since, logging.ERROR)
+            self._reported[_identity(call)] = _Reported(what, call.since, logging.ERROR, None)
         text = formatter.text(found)
         _log.error(
             "Rank %d: A collective is stuck, and ranks cannot exchange where they are: %s.\n%s",
