@@ -172,7 +172,7 @@ def _fill(model: nn.Module, reads: _Reads, device: torch.device | str | None) ->
     _materialize(model, reads, device)
     with torch.no_grad():
         for place, source in {id(each[0].tensor): each for each in reads}.values():
-            box, local = local_box(place.tensor)
+            box, local = local_box(place)
             if local.numel():
                 source.read_into(box, local)
 
@@ -259,6 +259,7 @@ def _reads(
         elif place.tensor.is_meta and place.name in drawn:
             reads.append((place, Known(drawn[place.name])))
     _check_all_known(model, lost, reads)
+    _check_boxes(reads)
     return reads
 
 
@@ -289,6 +290,7 @@ def _plan_of_adapter(
             reads.append((place, part))
     lost = [place for place in found.values() if place.tensor.is_meta]
     _check_all_known(model, lost, reads)
+    _check_boxes(reads)
     return _Plan(reads, keys, files.digest)
 
 
@@ -308,6 +310,12 @@ def _check_all_known(model: nn.Module, lost: list[Place], reads: _Reads) -> None
             "real device first, or build the model with accelerate's init_empty_weights(), which "
             "keeps buffers."
         )
+
+
+def _check_boxes(reads: _Reads) -> None:
+    """Raise ValueError, before anything changes, if a rank's part of a tensor is not known."""
+    for place, _ in reads:
+        local_box(place)
 
 
 def _check_shapes(mismatched: Any, inner: nn.Module, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import chain
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from meshverse._torch_compat.dtensors import is_strided_shard
 from meshverse._torch_compat.modules import is_persistent
 from meshverse.parallel.models.modules import BASE_LAYER, child_name
 
@@ -172,13 +174,46 @@ def skeleton_of(inner: Any) -> Any:
     return skeleton
 
 
-def local_box(tensor: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
-    """Return what elements of a whole tensor this rank has, and the memory that they are in."""
+def local_box(place: Place) -> tuple[list[tuple[int, int]], Tensor]:
+    """Return what elements of a whole tensor this rank has, and the memory that they are in.
+
+    Raises:
+        ValueError: they are not one box, or not where `full_tensor` takes them to be.
+    """
+    tensor = place.tensor
+    box = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return [(0, size) for size in tensor.shape], tensor.detach()
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    box = [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-    return box, tensor.to_local().detach()
+        return box, tensor.detach()
+    local, mesh, placements = tensor.to_local().detach(), tensor.device_mesh, tensor.placements
+    said = f"{place.name} of shape {tuple(tensor.shape)} has the placements {placements} on {mesh}"
+    strided = [axis for axis, each in enumerate(placements) if is_strided_shard(each)]
+    plain = [axis for axis, each in enumerate(placements) if type(each) is Shard]
+    others = [axis for axis, each in enumerate(placements) if type(each) is Replicate]
+    if len(strided) + len(plain) + len(others) < mesh.ndim:
+        raise ValueError(f"{said}: redistribute it to Replicate() or Shard() first.")
+    # FSDP2, whose splits are the strided ones, splits what others have split before.
+    for axis in (*plain, *reversed(strided)):
+        placement: Any = placements[axis]
+        after = [each for each in (*plain, *strided) if each > axis]
+        same = [each for each in after if getattr(placements[each], "dim", None) == placement.dim]
+        if axis in strided and placement.split_factor != math.prod(map(mesh.size, same)):
+            raise ValueError(
+                f"{said}, and a rank's elements are not one block. Redistribute it to Shard()."
+            )
+        start, end = box[placement.dim]
+        length = -(-(end - start) // mesh.size(axis))
+        # Not the coordinate: torch sorts the ranks of groups, and gathers shards in their order.
+        start = min(start + length * mesh.get_local_rank(axis), end)
+        box[placement.dim] = (start, min(start + length, end))
+    sizes = tuple(end - start for start, end in box)
+    # The shape of an empty local tensor is not compared: FSDP2 may use another one.
+    if tuple(local.shape) != sizes and (local.numel() or math.prod(sizes)):
+        raise ValueError(
+            f"{said}, so this rank has a part of shape {sizes}; its local tensor has shape "
+            f"{tuple(local.shape)}. Make it with distribute_tensor() or FSDP2, on a mesh whose "
+            "ranks ascend."
+        )
+    return box, local
 
 
 def in_words(names: list[str]) -> str:
