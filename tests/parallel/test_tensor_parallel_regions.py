@@ -234,6 +234,45 @@ def test_a_style_of_a_module_around_says_nothing_of_its_parameters() -> None:
                 apply_tp_plan(model, mesh_of_two(), QKV | entries)
 
 
+class Residual(nn.Module):
+    """A norm before an MLP, and a gain after it: all ranks have the same there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), MLP(nn.Identity())
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.mlp(self.norm(hidden)) * self.gain
+
+
+@pytest.mark.parametrize(
+    ("entries", "names"),
+    [
+        ({"norm": SUMMED()}, r"\['norm.weight', 'norm.bias'\]"),
+        ({"": LocalParameters(summed=["gain"])}, r"\['gain'\]"),
+    ],
+)
+def test_sums_of_whole_gradients_are_refused(entries: dict[str, ParallelStyle], names: str) -> None:
+    model = Residual()
+    plan = {f"mlp.{name}": style for name, style in UP_DOWN.items()}
+    with fake_world(2), pytest.raises(ValueError, match=f"sums the gradients of {names}"):
+        apply_tp_plan(model, mesh_of_two(), plan | entries)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def test_gradients_of_split_tokens_may_be_summed() -> None:
+    model = Residual()
+    plan = {
+        "norm": SUMMED(),
+        "mlp.up": ColwiseParallel(input_layouts=Shard(1)),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    with fake_world(2):
+        apply_tp_plan(model, mesh_of_two(), plan)
+    assert isinstance(model.norm.weight, DTensor)
+
+
 class Latent(nn.Module):
     """Layers before the column-wise one, whose input is the same on all ranks."""
 

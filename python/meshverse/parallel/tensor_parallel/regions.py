@@ -23,9 +23,11 @@ from torch.distributed.tensor.parallel import (
 
 from meshverse.parallel.models.modules import child_name, parent_name
 from meshverse.parallel.styles.local_styles import (
+    CheckedStyle,
     LocalParameters,
     PackedColwiseParallel,
     PackedRowwiseParallel,
+    Replicated,
     SplitTokens,
 )
 
@@ -94,8 +96,10 @@ def check_regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None
         styles: the plan, by the names of modules.
 
     Raises:
-        ValueError: a parameter has no entry; or a module needs all features at once.
+        ValueError: a parameter has no entry, or one that sums whole gradients; or a module needs
+            all features at once.
     """
+    _refuse_sums_of_whole_gradients(model, styles)
     for region, column in regions(styles):
         inside = model.get_submodule(region)
         if getattr(inside, "activation_sparsity", 0):
@@ -116,6 +120,37 @@ def check_regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None
                 "is split itself, LocalParameters(placements, summed=names). If no row-wise layer "
                 f"follows {column!r}, gather its output: output_layouts=Replicate()."
             )
+
+
+def _refuse_sums_of_whole_gradients(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    """Raise ValueError for a parameter whose gradients are summed where all ranks have the same."""
+    if any(map(_may_split_more, styles.values())):
+        return
+    split = {region for region, _ in regions(styles)}
+    split |= {parent_name(name) for name, style in styles.items() if _has_local_input(style)}
+    summed = [
+        child_name(name, own)
+        for name, style in styles.items()
+        if isinstance(style, LocalParameters)
+        and not any(each in ("", name) or name.startswith(f"{each}.") for each in split)
+        for own in style.placements_of(model.get_submodule(name))
+        if style.is_summed(own)
+    ]
+    if summed:
+        raise ValueError(
+            f"The plan sums the gradients of {summed[:6]} over the ranks, but splits no "
+            "activations around them: each rank has the whole gradient there, and the sum is a "
+            "multiple of it. Remove these entries; if they work on a rank's own heads or features, "
+            "add entries for the layers that compute these."
+        )
+
+
+def _may_split_more(style: ParallelStyle) -> bool:
+    """Return whether a style may split activations outside `regions`, such as by tokens."""
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        layouts = (*style.input_layouts, *style.output_layouts)
+        return any(isinstance(each, Shard) and each.dim in (0, 1) for each in layouts)
+    return not isinstance(style, CheckedStyle | Replicated)
 
 
 def _is_known(
