@@ -364,6 +364,41 @@ class KeepsPenalty(MLP):
         return inner.sigmoid()
 
 
+class DelayedScaling(MLP):
+    """Scales by the largest feature of the step before, which each rank would see by its own."""
+
+    def build(self) -> None:
+        self.register_buffer("largest", torch.ones(()))
+
+    def between(self, inner: Tensor) -> Tensor:
+        scale = self.largest.clone()
+        self.largest.copy_(inner.detach().abs().max())
+        return (inner / scale).sigmoid()
+
+
+class KeepsFeatures(MLP):
+    """A buffer of other shape on a rank."""
+
+    def between(self, inner: Tensor) -> Tensor:
+        self.register_buffer("kept", inner.detach())
+        return inner.sigmoid()
+
+
+class KeepsHidden(MLP):
+    """Buffers of what all ranks have, and one that is not finite."""
+
+    def build(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = super().forward(hidden)
+        self.mean.lerp_(output.detach().mean((0, 1)), 0.5)
+        self.calls += 1
+        return output
+
+
 class Checkpointed(MLP):
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = checkpoint(super().forward, hidden, use_reentrant=False)
@@ -480,6 +515,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "own layers": (OwnLayers, UP_DOWN),
     "detached": (Detached, UP_DOWN),
     "asks for a dtype": (AsksForDtype, UP_DOWN),
+    "buffers of hidden states": (KeepsHidden, UP_DOWN),
     "a loss of its own": (OwnLoss, UP_DOWN),
     "shared by layers": (
         Shares,
@@ -564,6 +600,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         each.__name__: (each, UP_DOWN, f"{_TRIED}.*another tensor besides its output")
         for each in (WithPenalty, KeepsPenalty)
     },
+    "a buffer of features": (DelayedScaling, UP_DOWN, f"{_TRIED}.*in the buffer 'largest'"),
+    "a buffer of a rank's shape": (KeepsFeatures, UP_DOWN, f"{_TRIED}.*in the buffer 'kept'"),
     "a hook of a gradient": (OwnGradient, UP_DOWN, "up.weight has hooks of its gradient"),
     "a later hook": (OwnGradientLater, UP_DOWN, "down.weight has hooks of its gradient"),
     "multihead's own weights": (

@@ -145,11 +145,17 @@ def placements_inside(
             if placement is not None:
                 found[name] = Partial() if style.is_summed(own_name) else placement
                 continue
-        while owner and owner not in styles:
-            owner = parent_name(owner)
-        if not isinstance(styles.get(owner), _SPLIT):
+        if not is_in_split_layer(name, styles):
             found[name] = Replicate()
     return found
+
+
+def is_in_split_layer(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
+    """Return whether a parameter or buffer belongs to a column-wise or row-wise layer."""
+    owner = parent_name(name)
+    while owner and owner not in styles:
+        owner = parent_name(owner)
+    return isinstance(styles.get(owner), _SPLIT)
 
 
 class EmulatedRanks:

@@ -3,8 +3,8 @@
 A plan does not show what a forward does between a column-wise and a row-wise layer. It may need all
 features or heads at once (a softmax over features, halves of packed gate and up), compute with a
 number of heads, or use hidden states there whose gradient no layer sums. So the forward is run:
-whole, and once for each rank. The outputs must be the same, and so must the gradients of the inputs
-and of the parameters outside the split layers.
+whole, and once for each rank. The outputs must be the same, and so must the buffers that it leaves,
+and the gradients of the inputs and of the parameters outside the split layers.
 
 Modules run in training mode, but without dropout, which draws other numbers for fewer features.
 No process communicates, nothing of the model is changed, and torch's random state is as before.
@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -32,6 +33,7 @@ from .emulated_ranks import (
     ReadWeightError,
     backward,
     is_emulated,
+    is_in_split_layer,
     placements_inside,
     relative_error,
 )
@@ -51,6 +53,11 @@ _OF_OUTPUT = (
     "for the column-wise ones, input_layouts=Replicate() for the row-wise ones), keep what it "
     "computes from a number of heads in an attribute, name such numbers in LocalParameters, or "
     "remove its layers from the plan."
+)
+_OF_BUFFERS = (
+    "A rank would keep what its own features or heads give. Compute it from what all ranks have, "
+    "such as the module's input or output; let the layers around it give and take all features "
+    "(output_layouts=Replicate(), input_layouts=Replicate()); or remove them from the plan."
 )
 _IN_PLACE = (
     "An output of a split layer must not be changed in place, as torch refuses it in training: "
@@ -239,13 +246,15 @@ class _Trial:
         raise _Untried("; ".join(reasons))
 
     def _compare(self, copies: RandomCopies, whole: nn.Module, inputs: Inputs) -> str:
-        expected, inputs_of_whole = self._run_whole(copies, whole, inputs)
+        expected, inputs_of_whole, kept = self._run_whole(copies, whole, inputs)
         ranks = EmulatedRanks(whole, self.styles, self._counts, self._size)
         leaves: dict[int, list[Tensor]] = {}  # by rank
+        buffers: dict[int, dict[str, Tensor]] = {}
 
         def forward(rank: int, module: nn.Module) -> list[Tensor]:
             with copies.same_random_state():
                 output, leaves[rank] = inputs.run(module)
+            buffers[rank] = self._buffers(module)
             return output
 
         try:
@@ -267,6 +276,10 @@ class _Trial:
                 "it returns, or keeps in an attribute, another tensor besides its output, whose "
                 f"relative error is {error:.2g}. {_OF_OUTPUT}"
             )
+        for seen in buffers.values():
+            for name in sorted(kept.keys() | seen.keys()):
+                if not _are_equal(seen.get(name), kept.get(name)):
+                    return f"its forward leaves other values in the buffer {name!r}. {_OF_BUFFERS}"
         given = {n: copies.random(*expected[n].shape) for n in (0, *others)}
         backward(expected, given)
         known = {f"{name!r}": each.grad for name, each in whole.named_parameters()}
@@ -289,8 +302,8 @@ class _Trial:
 
     def _run_whole(
         self, copies: RandomCopies, whole: nn.Module, inputs: Inputs
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the output, and the inputs that require gradients.
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """Return the output, the inputs that require gradients, and the buffers afterwards.
 
         Raises:
             _Untried: the forward does not run on the inputs.
@@ -298,12 +311,30 @@ class _Trial:
         shared: dict[int, Any] = {id(each): each for each in whole.parameters()}
         try:
             with copies.same_random_state():
-                output, leaves = inputs.run(copy.deepcopy(whole, shared))
+                module = copy.deepcopy(whole, shared)
+                output, leaves = inputs.run(module)
         except Exception as error:  # a forward raises anything
             raise _Untried(repr(error)) from error
         if not output or not output[0].isfinite().all():
             raise _Untried(f"its output is {output[:1]}")
-        return output, leaves
+        return output, leaves, self._buffers(module)
+
+    def _buffers(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the dense buffers outside split layers, whose own buffers torch distributes."""
+        return {
+            name: each
+            for name, each in module.named_buffers()
+            if each.layout is torch.strided and not is_in_split_layer(name, self.styles)
+        }
+
+
+def _are_equal(seen: Tensor | None, expected: Tensor | None) -> bool:
+    if seen is None or expected is None:
+        return False
+    finite, wanted = (each.detach().nan_to_num(0.0, 0.0, 0.0) for each in (seen, expected))
+    return torch.equal(finite, wanted) or (
+        relative_error(finite, wanted, _SMALLEST) < _LARGEST_ERROR
+    )
 
 
 def _same_on_ranks(outputs: list[list[Tensor]], expected: list[Tensor]) -> list[int]:
