@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from expert_models import BOUND, FORMS, INNER, make, objective, tokens
+from expert_models import BOUND, EXPERTS, FORMS, INNER, Experts, make, objective, tokens
 from rounding import largest_error
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional as F
 
 import meshverse
 from helpers.crew import Crew
@@ -127,3 +128,72 @@ def test_checkpoint_of_experts_under_fsdp2_is_that_of_one_process(
 def test_what_cannot_be_split_is_refused(module: nn.Module, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExpertFeaturesParallel().check("layer", module, size)
+
+
+class AtOnce(Experts):
+    """All experts on all tokens, and the gate once, as in transformers' grouped_mm."""
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        features = torch.einsum("td,efd->tef", hidden, self.gate_up_proj)
+        rows = torch.einsum("tef,edf->ted", self.gated_by(features), self.down_proj)
+        weights = F.one_hot(top_k_index, EXPERTS).to(rows.dtype) * top_k_weights[..., None]
+        return (rows * weights.sum(1)[..., None]).sum(1)
+
+    def gated_by(self, features: Tensor) -> Tensor:
+        return self._apply_gate(features)
+
+
+class ItsOwnGate(AtOnce):
+    def gated_by(self, features: Tensor) -> Tensor:
+        gate, up = features.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+class GateAndMore(AtOnce):
+    """Gets the features of its gate from elsewhere, too."""
+
+    def gated_by(self, features: Tensor) -> Tensor:
+        return self._apply_gate(features) + features.chunk(2, dim=-1)[1]
+
+
+class GateOfEach(AtOnce):
+    def gated_by(self, features: Tensor) -> Tensor:
+        return torch.stack([self._apply_gate(each) for each in features.unbind(1)], 1)
+
+
+def with_experts(kind: type[Experts]) -> nn.Module:
+    """A layer whose experts have a class, and a config with transformers' default for them."""
+    model = make("plain")
+    experts = model.get_submodule("0.experts")
+    experts.__class__ = kind
+    experts.config._experts_implementation = "grouped_mm"
+    return model
+
+
+def compare_gates(kind: type[Experts]) -> tuple[float, str]:
+    """Return the largest error, and the error if the forward is then replaced."""
+    whole = with_experts(kind)
+    split = copy.deepcopy(whole)
+    mesh = meshverse.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    apply_tp_plan(split, mesh, plan())
+    expected, first = run(whole), run(copy.deepcopy(split))
+    experts = split.get_submodule("0.experts")
+    experts.config._experts_implementation = "batched_mm"  # as generate() does
+    worst = max(largest_error(seen, expected, floor=1e-2)[0] for seen in (first, run(split)))
+    experts.__class__ = ItsOwnGate
+    refusal = ""
+    try:
+        split(tokens())
+    except RuntimeError as error:
+        refusal = str(error)
+    return worst, refusal
+
+
+@pytest.mark.parametrize("kind", [AtOnce, ItsOwnGate, GateAndMore, GateOfEach])
+def test_the_module_tells_whether_its_forward_calls_the_gate(
+    crew: Crew, kind: type[Experts]
+) -> None:
+    for worst, refusal in crew.run(compare_gates, 2, kind):
+        assert worst < BOUND
+        # Only what ranks exchange at the gate is wrong without a call of it.
+        assert ("ItsOwnGate called _apply_gate 0 times" in refusal) == (kind is AtOnce)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,11 @@ from meshverse.parallel.styles.local_styles import replaced_attributes, sum_grad
 
 from .dispatch import arguments_of, differentiable_once, exchange
 from .stacked import DOWN, StackedStyle
-from .trial import PartOfFeatures, ask_for_features
+from .trial import GATE, PartOfFeatures, ask_for_features
 
 _DOWN_BIAS = f"{DOWN}_bias"
 # transformers' implementations of experts that call `_apply_gate` between the two matrix products.
+# `generate` may change from one to the other.
 _WITH_GATE = ("grouped_mm", "batched_mm")
 
 
@@ -33,7 +35,8 @@ class ExpertFeaturesParallel(StackedStyle[PartOfFeatures]):
     Weights are split contiguously, so their full tensors are those of one process. If one weight
     has all gates first and then all other features, each rank needs gates and features of the same
     indices: ranks exchange half of this weight or, with transformers' implementations grouped_mm
-    and batched_mm, half of its output.
+    and batched_mm, half of its output, if the forward gives this output to `_apply_gate`: the trial
+    shows whether it does.
     """
 
     def ask(self, name: str, module: nn.Module, size: int) -> PartOfFeatures:
@@ -63,13 +66,21 @@ class ExpertFeaturesParallel(StackedStyle[PartOfFeatures]):
         local = {name: module._parameters[name].to_local() for name in answer.experts.names}
         if _DOWN_BIAS in local:  # it counts once, too
             local[_DOWN_BIAS] = sum_gradients(local[_DOWN_BIAS], mesh) / mesh.size()
+        calls: list[Tensor] | None = None
         if answer.has_halves and mesh.size() > 1:
-            if _implementation_of(module) in _WITH_GATE:
-                local["_apply_gate"] = partial(_gate, mesh, module)
+            if answer.has_gate and _implementation_of(module) in _WITH_GATE:
+                calls = []
+                local[GATE] = partial(_gate, mesh, getattr(module, GATE), calls)
             else:
                 local |= _paired(mesh, answer, local)
         with replaced_attributes(module, {**local, **answer.numbers}):
             output = type(module).forward(module, *values)
+        if calls is not None and len(calls) != 1:
+            raise RuntimeError(
+                f"The forward of {type(module).__name__} called {GATE} {len(calls)} times, but "
+                "once in the trial before experts were split, so that this output is wrong. Change "
+                "its forward, or transformers' experts_implementation, before they are split."
+            )
         whole = DTensor.from_local(output, mesh, [Partial()], run_check=False)
         return differentiable_once(whole.redistribute(placements=[Replicate()]).to_local())
 
@@ -77,7 +88,7 @@ class ExpertFeaturesParallel(StackedStyle[PartOfFeatures]):
 def _implementation_of(module: nn.Module) -> str | None:
     """Return the name of the implementation that transformers' config selects, or None."""
     name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return name if isinstance(getattr(module, "is_concatenated", None), bool) else None
+    return name
 
 
 def _paired(
@@ -93,10 +104,13 @@ def _paired(
     }
 
 
-def _gate(mesh: DeviceMesh, module: Any, features: Tensor) -> Tensor:
+def _gate(
+    mesh: DeviceMesh, gate: Callable[[Tensor], Tensor], calls: list[Tensor], features: Tensor
+) -> Tensor:
     """Apply the experts' own gate to this rank's part of the packed features."""
+    calls.append(features)
     ((first, second),) = _exchange_halves(mesh, [features.chunk(2, dim=-1)])
-    return type(module)._apply_gate(module, torch.cat([first, second], -1))  # type: ignore[no-any-return]
+    return gate(torch.cat([first, second], -1))
 
 
 def _exchange_halves(mesh: DeviceMesh, halves: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -10,8 +10,9 @@ Nothing of the module is changed, and no random state of torch's is used.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import Parameter, signature
 from itertools import combinations, permutations
 from math import ceil, isfinite
@@ -34,9 +35,11 @@ _ROWS = 2  # for each expert, if a forward takes equally many rows for each
 _Second = Literal["none", "behind", "again"]
 _SECOND: tuple[_Second, ...] = get_args(_Second)
 _NUMBERS = 4  # at most, of attributes of which each subset is tried
+GATE = "_apply_gate"  # transformers' name of a method that gets the output of packed weights
 
 _TRANSFORMERS = "For experts of transformers, use transformers 5.0 or newer."
 
+_Gate = Callable[[Tensor], Tensor]
 _Values = dict[str, int]
 _Tensors = dict[str, Tensor]  # by name
 _Case = TypeVar("_Case")
@@ -78,6 +81,8 @@ class PartOfFeatures(Part):
     down_dim: int = 2  # dim of the inner features in the weight from them
     # Whether the weights to the inner features have two halves, of which each rank needs a part.
     has_halves: bool = False
+    # Whether ranks may exchange halves of what the forward gives to its `_apply_gate`, instead.
+    has_gate: bool = False
 
 
 class _Problem(Exception):  # noqa: N818  (part of a sentence, and never seen by users)
@@ -155,7 +160,7 @@ class _Probe:
         hidden: Tensor,
         ids: Tensor,
         weights: Tensor,
-        parameters: Mapping[str, Tensor] | None = None,
+        parameters: Mapping[str, Any] | None = None,
         numbers: Mapping[str, int] | None = None,
     ) -> Tensor:
         """Return the forward's output, with some parameters and attributes replaced."""
@@ -179,6 +184,10 @@ class _Probe:
             given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise _Problem(f"gives {given} for hidden states of shape {tuple(hidden.shape)}")
         return output
+
+    def gate(self, features: Tensor) -> Tensor:
+        """Return the output of the module's `_apply_gate`."""
+        return getattr(self._twin(self.weights), GATE)(features)  # type: ignore[no-any-return]
 
     def whole(self) -> Tensor:
         """Return the output for all tokens with all weights, after checking that it has values."""
@@ -389,7 +398,7 @@ def ask_for_features(
     ]
     try:
         whole = probe.whole()
-        return _first(possible, lambda part: _is_sum_of_features(probe, whole, part, size))
+        part = _first(possible, lambda part: _is_sum_of_features(probe, whole, part, size))
     except _Problem as problem:
         raise ValueError(
             f"{name}: the forward of {type(module).__name__} cannot be run on a part of the "
@@ -398,6 +407,7 @@ def ask_for_features(
             "Distribute whole experts over an experts' mesh instead, with ExpertParallel(), or "
             "remove the module from the plan."
         ) from problem
+    return replace(part, has_gate=_has_gate(probe, whole, part, size))
 
 
 def _form_of(module: nn.Module) -> Form:
@@ -455,10 +465,21 @@ def _is_sum_of_experts(probe: _Probe, whole: Tensor, part: PartOfExperts) -> boo
     return probe.is_whole(total, whole)
 
 
-def _is_sum_of_features(probe: _Probe, whole: Tensor, part: PartOfFeatures, size: int) -> bool:
+def _is_sum_of_features(
+    probe: _Probe, whole: Tensor, part: PartOfFeatures, size: int, gates: Sequence[_Gate] = ()
+) -> bool:
+    """Whether the outputs of the ranks' features sum to those of all features.
+
+    Args:
+        probe: the module.
+        whole: its output with all features.
+        part: how it is run on a part of them.
+        size: number of ranks.
+        gates: for each rank, what is called as its `_apply_gate`; if not given, its own.
+    """
     total = torch.zeros_like(whole)
     for rank in range(size):
-        parameters = {}
+        parameters: dict[str, Any] = {GATE: gates[rank]} if gates else {}
         for name, each in probe.weights.items():
             if name == f"{DOWN}_bias":
                 own = each[0] / size
@@ -466,13 +487,47 @@ def _is_sum_of_features(probe: _Probe, whole: Tensor, part: PartOfFeatures, size
                 own = each[0].chunk(size, part.down_dim - 1)[rank]
             else:  # a weight or a bias, of which one has been taken
                 dim = 0 if each.ndim == 2 else part.columns_dim - 1
-                halves = each[0].chunk(1 + part.has_halves, dim)
-                own = torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
+                own = _chunk(each[0], 1 + part.has_halves, size, rank, dim)
             parameters[name] = own.contiguous().expand(each.size(0), *own.shape)
         rows = probe.run(probe.hidden, probe.ids, probe.router, parameters, part.numbers)
         _check_same(probe.kept_last(), probe.kept)
         total = total + rows
     return probe.is_whole(total, whole)
+
+
+def _chunk(tensor: Tensor, count: int, size: int, rank: int, dim: int) -> Tensor:
+    """Return a rank's part of each of `count` parts of a tensor."""
+    return torch.cat([each.chunk(size, dim)[rank] for each in tensor.chunk(count, dim)], dim)
+
+
+def _has_gate(probe: _Probe, whole: Tensor, part: PartOfFeatures, size: int) -> bool:
+    """Whether the forward is right if ranks exchange what it gives to its `_apply_gate`.
+
+    It must call it once, with all that depends on the packed weight, which is split contiguously.
+    """
+    own = getattr(probe.module, GATE, None)
+    if not part.has_halves or not callable(own):
+        return False
+    given: list[list[Tensor]] = [[] for _ in range(size)]
+
+    def record(rank: int, features: Tensor) -> Tensor:
+        given[rank].append(features)
+        return probe.gate(features)
+
+    def exchange(rank: int, _: Tensor) -> Tensor:
+        packed = torch.cat([each for (each,) in given], -1)
+        return probe.gate(_chunk(packed, 2, size, rank, -1))
+
+    contiguous = replace(part, has_halves=False)
+    try:
+        gates = [partial(record, rank) for rank in range(size)]
+        _is_sum_of_features(probe, whole, contiguous, size, gates)
+        if any(len(each) != 1 for each in given):
+            return False
+        gates = [partial(exchange, rank) for rank in range(size)]
+        return _is_sum_of_features(probe, whole, contiguous, size, gates)
+    except _Problem:
+        return False
 
 
 def _has_identity(probe: _Probe) -> bool:
