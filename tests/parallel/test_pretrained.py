@@ -34,7 +34,7 @@ from meshverse.parallel import (
     load_pretrained,
     save_pretrained,
 )
-from meshverse.parallel.pretrained.files import FileWriter, read_folder
+from meshverse.parallel.pretrained.files import FilePart, FileWriter, read_folder
 
 pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
 
@@ -899,3 +899,47 @@ def test_weights_are_loaded_in_place_of_others(tmp_path: Path) -> None:
     for name, value in other.named_parameters():
         assert value is there[name]
         assert torch.equal(value, model.get_parameter(name))
+
+
+@pytest.mark.parametrize("is_meta", [True, False])
+def test_an_untied_checkpoint_is_not_loaded_into_tied_parameters(
+    tmp_path: Path, is_meta: bool
+) -> None:
+    config = saved("llama", str(tmp_path), tied=False).config
+    config.tie_word_embeddings = True
+    with torch.device("meta" if is_meta else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()  # transformers 5.0 does not, on the meta device
+    before = [(each, each.is_meta or each.clone()) for each in model.parameters()]
+    with pytest.raises(ValueError, match=r"ties \S+ to \S+, and their values in .* differ\. Build"):
+        load_pretrained(model, tmp_path)
+    for (old, value), new in zip(before, model.parameters(), strict=True):
+        assert new is old
+        assert new.is_meta if value is True else torch.equal(new, value)
+    tensors = tensors_in(str(tmp_path))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load_pretrained(model, tmp_path) == ([], [])
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+
+
+def test_a_load_that_fails_puts_back_what_was_on_the_meta_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = saved("llama", str(tmp_path), tied=True)
+    model = on_meta(str(tmp_path))
+    model.tie_weights()  # transformers 5.0 does not, on the meta device
+    before = [*model.parameters(), *model.buffers()]
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FilePart, "read_into", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            load_pretrained(model, tmp_path)
+    after = [*model.parameters(), *model.buffers()]
+    assert all(new is old and new.is_meta for old, new in zip(before, after, strict=True))
+    assert load_pretrained(model, tmp_path) == ([], [])
+    seen = values_of(model)
+    assert all(torch.equal(seen[name], value) for name, value in values_of(alone).items())

@@ -127,7 +127,7 @@ def load_pretrained(
         f"The checkpoint in {folder}", plan.digest, group, "Copy one checkpoint to all hosts."
     )
 
-    together(lambda: _fill(model, plan.reads, device), group)
+    _fill_together(model, plan.reads, device, group)
     return plan.keys
 
 
@@ -164,7 +164,31 @@ def initialize_weights(
     """
     seed = gathered(torch.initial_seed(), group)[0]
     reads = together(lambda: _reads_of_new(model, seed), group)
-    together(lambda: _fill(model, reads, device), group)
+    _fill_together(model, reads, device, group)
+
+
+def _fill_together(
+    model: nn.Module,
+    reads: _Reads,
+    device: torch.device | str | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Fill the model on all ranks; if one fails, all put back what was on the meta device.
+
+    A next load would keep the buffers that have memory by then, with whatever is in it.
+    """
+    lost = [(place, place.tensor) for place, _ in reads if place.tensor.is_meta]
+    try:
+        together(lambda: _fill(model, reads, device), group)
+    except BaseException:
+        state = {}
+        for place, old in lost:
+            if isinstance(old, nn.Parameter):
+                state[place.name] = old
+            else:
+                setattr(place.module, place.own_name, old)
+        model.load_state_dict(state, strict=False, assign=True)
+        raise
 
 
 def _fill(model: nn.Module, reads: _Reads, device: torch.device | str | None) -> None:
@@ -208,6 +232,7 @@ def _plan(model: nn.Module, folder: Path, strict: bool, seed: int) -> _Plan:
     _check_shapes(report["mismatched_keys"], inner, folder)
     made = {place.name: place.tensor for place in places_of(skeleton, skeleton)}
     _check_ties(places, made)
+    _check_tied_values(model, skeleton, places, made, folder)
     of_adapter = {} if adapter is None else adapter_places(model, adapter, places)
     new = {place.name for place in of_adapter.values() if place.original is None}
     absent = {
@@ -344,6 +369,31 @@ def _check_ties(places: list[Place], made: dict[str, Tensor]) -> None:
                 f"transformers ties {in_words(untied)} to {first}, as the model's config and the "
                 "checkpoint say, and the model does not. Call model.tie_weights() before you "
                 "parallelize it, or build it with config.tie_word_embeddings=False."
+            )
+
+
+def _check_tied_values(
+    model: nn.Module, skeleton: Any, places: list[Place], made: dict[str, Tensor], folder: Path
+) -> None:
+    """Raise ValueError if the checkpoint has several values for what the model has tied."""
+    names = defaultdict[int, list[str]](list)
+    for place in places:
+        if place.original is not None and isinstance(made.get(place.original), Deferred):
+            names[id(place.tensor)].append(place.original)
+    pairs = [(first, name) for first, *others in names.values() for name in others]
+    stage = stage_of(model)
+    if stage is not None and stage.tied is not None:  # to a parameter of another stage
+        pairs += [
+            (first, name)
+            for name, first in skeleton.get_expanded_tied_weights_keys(all_submodels=True).items()
+            if stage.tied in (first, name)
+            and all(isinstance(made.get(each), Deferred) for each in (first, name))
+        ]
+    for first, name in pairs:
+        if made[first] is not made[name] and not torch.equal(made[first], made[name]):
+            raise ValueError(
+                f"{type(model).__name__} ties {name} to {first}, and their values in {folder} "
+                "differ. Build the model with config.tie_word_embeddings=False."
             )
 
 
