@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -880,6 +881,21 @@ def test_buffers_that_are_not_on_the_meta_device_are_kept(tmp_path: Path) -> Non
     assert other.model.rotary_emb.inv_freq is there
     seen = values_of(other)
     assert all(torch.equal(seen[name], value) for name, value in values_of(model).items())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it imports dynamo
+@pytest.mark.parametrize("wrapper", [torch.compile, checkpoint_wrapper])
+def test_a_module_in_a_wrapper_that_changes_names_is_refused(
+    tmp_path: Path, wrapper: Callable[[nn.Module], nn.Module]
+) -> None:
+    model: Any = saved("llama", str(tmp_path / "given"))
+    model.model.layers[1] = wrapper(model.model.layers[1])
+    before = values_of(model)
+    for call in (load_pretrained, save_pretrained):
+        with pytest.raises(ValueError, match=r"^model.layers.1 is in torch's \w+, so its"):
+            call(model, tmp_path / ("given" if call is load_pretrained else "saved"))
+    assert not (tmp_path / "saved").exists()
+    assert all(torch.equal(each, before[name]) for name, each in values_of(model).items())
 
 
 def test_weights_in_another_dtype_are_cast(tmp_path: Path) -> None:

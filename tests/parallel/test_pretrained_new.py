@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
 from meshverse.parallel import initialize_weights, save_pretrained
+from meshverse.parallel.pretrained.adapters import first_values
+from meshverse.parallel.pretrained.places import places_of
 
 pytest.importorskip("transformers", minversion="5.0", reason="it has no conversions")
 
@@ -185,6 +187,35 @@ def _first_values_of_an_adapter() -> list[str]:
 def test_adapters_get_their_first_values(crew: Crew) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     assert crew.run(_first_values_of_an_adapter, 4) == [[]] * 4
+
+
+def _lora(**settings: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], **settings)
+    return peft.get_peft_model(_without_memory("llama", tied=False), config)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+def test_a_pipeline_stages_adapter_has_the_values_of_the_whole_models() -> None:
+    whole, stage = _lora(), _lora()
+    del stage.base_model.model.model.layers[0].self_attn  # of another stage
+    drawn = []
+    for model in (whole, stage):
+        (adapter,) = model.peft_config
+        places = places_of(model, model.base_model.model)
+        drawn.append(first_values(model, adapter, places, _SEED))
+    own = {name for name in drawn[0] if ".layers.1." in name}
+    assert own
+    assert drawn[1].keys() == own
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in own)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+def test_an_adapter_whose_values_nobody_draws_is_refused() -> None:
+    model = _lora(init_lora_weights=False)
+    with pytest.raises(ValueError, match=r"init_lora_weights=False leaves them .* draw nothing"):
+        initialize_weights(model)
+    assert all(each.is_meta for each in model.parameters())
 
 
 def _refusals() -> tuple[str, bool]:

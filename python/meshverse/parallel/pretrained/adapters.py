@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from meshverse.parallel.models.modules import LORA_PAIR, shallow_copy
 
 from .files import ADAPTER_WEIGHTS
-from .places import Place, in_words
+from .places import Place, check_names_of_modules, in_words
 
 _PREFIX = "base_model.model."  # of names in PEFT's files
 _PAIRS = (*LORA_PAIR, "lora_embedding_A", "lora_embedding_B")
 # Values of `init_lora_weights` for which PEFT draws values without the layer's weight.
-_DRAWN = (True, False, "gaussian")
+_DRAWN = (True, "gaussian")
 
 
 def adapter_of(model: nn.Module) -> str | None:
@@ -39,7 +40,12 @@ def adapter_of(model: nn.Module) -> str | None:
 
 
 def adapter_places(model: nn.Module, adapter: str, places: Sequence[Place]) -> dict[str, Place]:
-    """Return what PEFT saves of an adapter, by the name in its file."""
+    """Return what PEFT saves of an adapter, by the name in its file.
+
+    Raises:
+        ValueError: a module is in a wrapper that changes names.
+    """
+    check_names_of_modules(model)
     from peft import get_peft_model_state_dict
 
     marks = {place.name: torch.empty(place.tensor.shape, device="meta") for place in places}
@@ -70,15 +76,22 @@ def first_values(
         return {}
     how = model.peft_config[adapter].init_lora_weights  # type: ignore[index, union-attr]
     if how not in _DRAWN:
-        names = in_words(sorted(on_meta))
+        why = (
+            "leaves them as their layers' constructors do, which draw nothing on the meta device"
+            if how is False
+            else "computes them from the layers' weights"
+        )
         raise ValueError(
-            f"{names} are on the meta device, and init_lora_weights={how!r} computes them from the "
-            "layers' weights. Add the adapter to the loaded model, or load an adapter's folder."
+            f"{in_words(sorted(on_meta))} are on the meta device, and init_lora_weights={how!r} "
+            f"{why}. Add the adapter to the loaded model, or load an adapter's folder."
         )
     values: dict[str, Tensor] = {}
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # and not those of GPUs, which stay as they are
         for name, layer in layers:
+            # By layer, so that those of all pipeline stages differ. Only of this generator: those
+            # of GPUs stay as they are.
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            torch.default_generator.manual_seed(int.from_bytes(digest[:7], "little"))
             values |= dict(_drawn(name, layer, adapter, how))
     return {name: value for name, value in values.items() if name in on_meta}
 

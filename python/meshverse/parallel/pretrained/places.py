@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshverse._torch_compat.dtensors import is_strided_shard
-from meshverse._torch_compat.modules import is_persistent
+from meshverse._torch_compat.modules import changes_names, is_persistent
 from meshverse.parallel.models.modules import BASE_LAYER, child_name
 
 # PEFT's names of a trained copy of a module, and of the module itself, in its wrapper.
@@ -94,7 +94,24 @@ def pretrained_model(model: nn.Module, function: str) -> Any:
             f"{type(model).__name__} has {[type(each).__name__ for each in found]}. Load others "
             "with torch.distributed.checkpoint."
         )
+    check_names_of_modules(found[0])
     return found[0]
+
+
+def check_names_of_modules(model: nn.Module) -> None:
+    """Check that the names of a model's parameters are those of checkpoints.
+
+    Raises:
+        ValueError: a module is in a wrapper of torch's, which puts a name of its own before them.
+    """
+    for name, module in model.named_modules():
+        if changes_names(module):
+            raise ValueError(
+                f"{name or type(model).__name__} is in torch's {type(module).__name__}, so its "
+                "parameters have other names than in checkpoints. Compile the module in place, by "
+                "its compile(), instead of torch.compile(module); checkpoint activations by "
+                "apply_activation_checkpointing() of meshverse.parallel."
+            )
 
 
 def class_of(inner: Any) -> Any:
