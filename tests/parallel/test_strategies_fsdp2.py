@@ -372,6 +372,14 @@ def _tied_outside(model: _Toy) -> None:
     model.head.weight = model.layers[1][0].weight
 
 
+def _hooked(model: _Toy) -> None:
+    model.layers[1][0].weight.register_hook(torch.tanh)
+
+
+def _hooked_behind(model: _Toy) -> None:
+    model.layers[0][0].weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
 def _in_two_lists(model: _Toy) -> None:
     model.again = nn.ModuleList([model.layers[1]])
 
@@ -390,6 +398,8 @@ def _distributed(model: _Toy) -> None:
     ("change", "message"),
     [
         (_distributed, r"'layers.1.0.weight', which is distributed already, over .*tp=4"),
+        (_hooked, "'layers.1.0.weight', which has hooks of its gradient, and would lose them"),
+        (_hooked_behind, r"'layers.0.0.weight', .* Call register_post_accumulate_grad_hook\(\)"),
         (_in_two_lists, "'layers.1' and 'again.0' of _Toy are one module in two lists"),
         (_part_outside, r"is shared by layer 'layers.1' and 'head.weight' \(in no layer\)"),
         (_scalar, "'scale', which is a scalar"),

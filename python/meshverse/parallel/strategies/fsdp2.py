@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from meshverse import DeviceMesh
+from meshverse._torch_compat.module_hooks import has_gradient_hooks
 from meshverse.parallel.config import (
     FSDP2Config,
     TPPlan,
@@ -148,10 +149,10 @@ def fsdp2_strategy_parallelize(
     device_mesh = mesh_of_stage(model, device_mesh, sequence_parallel=config.sequence_parallel)
     check_covered(device_mesh, (fsdp_mesh, tp_mesh))
     moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
+    check_can_be_sharded(model)
     experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size())
     if not experts:  # a stage without experts, of a model with experts
         moe_mesh = None
-    check_can_be_sharded(model)
     if tp_mesh.size() > 1:
         apply_tensor_parallelism(
             model,
@@ -429,6 +430,11 @@ def check_can_be_sharded(model: nn.Module) -> None:
         elif not parameter.is_contiguous():
             strides, shape = parameter.stride(), tuple(parameter.shape)
             what = f"has strides {strides} for shape {shape}: call contiguous()"
+        elif has_gradient_hooks(parameter):  # of the hooks of the new one, it runs only these
+            what = (
+                "has hooks of its gradient, and would lose them: it becomes another parameter. "
+                "Call register_post_accumulate_grad_hook() after the model is sharded"
+            )
         else:
             continue
         raise ValueError(f"FSDP2 cannot shard {name!r}, which {what}.")
