@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -172,6 +172,62 @@ def _train_sharded(settings: dict[str, Any], cp: int = 1) -> list[float]:
         held = sum(each.to_local().numel() for each in wrapped.parameters())
         assert held < whole
     return losses
+
+
+_OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "decay in moments": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "decay in a buffer": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "product": (torch.optim.NAdam, {"weight_decay": 0.1}),
+}
+
+
+@needs_package
+@pytest.mark.parametrize("name", in_tiers(_OPTIMIZERS, ["decay in moments", "product"]))
+def test_the_first_step_of_an_optimizer_equals_one_process(crew, name) -> None:
+    alone = Model()
+    make, settings = _OPTIMIZERS[name]
+    expected = _train(alone, make(alone.parameters(), lr=0.01, **settings))
+    shares, kept = zip(*crew.run(_train_with, 2, name), strict=True)
+    assert torch.tensor(shares).sum(0).tolist() == pytest.approx(expected, rel=_BOUND)
+    # A checkpoint of the optimizer is loaded into the state that is there.
+    assert all(kept) if name.startswith("decay") else not any(kept)
+
+
+def _train_with(name: str) -> tuple[list[float], int]:
+    mesh = create_megatron_fsdp_device_mesh(ParallelismSizes(), world_size=2)
+    model = Model()
+    make, settings = _OPTIMIZERS[name]
+    with _cuda_that_only_answers():
+        wrapped, optimizer = megatron_fsdp_strategy_parallelize(
+            model,
+            mesh,
+            make(model.parameters(), lr=0.01, **settings),
+            calculate_per_token_loss=True,
+        )
+        assert optimizer is not None
+        kept = len(optimizer.state)
+        return _train(wrapped, optimizer, 2, torch.distributed.get_rank()), kept
+
+
+@needs_package
+@pytest.mark.long
+def test_frozen_parameters_need_no_optimizer(crew) -> None:
+    alone = Model()
+    expected = _train(alone, _optimizer(alone.head))
+    shares = crew.run(_train_the_head, 2)
+    assert torch.tensor(shares).sum(0).tolist() == pytest.approx(expected, rel=_BOUND)
+
+
+def _train_the_head() -> list[float]:
+    mesh = create_megatron_fsdp_device_mesh(ParallelismSizes(), world_size=2)
+    model = Model()
+    model.layers.requires_grad_(False)
+    with _cuda_that_only_answers():
+        wrapped, optimizer = megatron_fsdp_strategy_parallelize(
+            model, mesh, _optimizer(model.head), calculate_per_token_loss=True
+        )
+        return _train(wrapped, optimizer, 2, torch.distributed.get_rank())
 
 
 @needs_package
@@ -337,6 +393,21 @@ def test_the_state_of_an_optimizer_is_not_lost() -> None:
             with pytest.raises(ValueError, match="has the state of 10 parameters, which would be"):
                 megatron_fsdp_strategy_parallelize(model, mesh, optimizer)
     assert len(optimizer.state) == 10
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_optimizer_of_some_parameters_is_refused(monkeypatch, tp_size) -> None:
+    monkeypatch.setitem(sys.modules, "megatron_fsdp", _Package("megatron_fsdp"))
+    model = Model()
+    model.layers[1].requires_grad_(False)
+    before = list(model.parameters())
+    with fake_world(4, 1):
+        mesh = create_megatron_fsdp_device_mesh(ParallelismSizes(tp_size=tp_size), world_size=4)
+        with pytest.raises(
+            ValueError, match=r"lacks 4 parameters of Model .*\['layers.0.up.weight', .*Freeze"
+        ):
+            megatron_fsdp_strategy_parallelize(model, mesh, _optimizer(model.head))
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
 
 
 def test_a_model_without_unit_modules(monkeypatch) -> None:

@@ -22,7 +22,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import (
@@ -62,8 +63,9 @@ def megatron_fsdp_strategy_parallelize(
         model: model to split in place and then wrap.
         device_mesh: mesh that `create_megatron_fsdp_device_mesh` returned; the model is moved to
             its device type.
-        optimizer: optimizer of the model's parameters, without a state. Afterwards it has the
-            sharded parameters, in one group with the optimizer's default settings.
+        optimizer: optimizer of all of the model's parameters that require grad, without a state.
+            Afterwards it has the sharded parameters, in one group with the optimizer's default
+            settings.
         tp_shard_plan: tensor-parallel plan; by default one is chosen for the model.
         dp_shard_dim: axis to shard over; by default dp_cp with context parallelism, else dp.
         tp_dim: axis of tensor parallelism.
@@ -82,7 +84,8 @@ def megatron_fsdp_strategy_parallelize(
             such setting.
         ValueError: the mesh has axes over which this function splits nothing; the installed version
             does not support a setting; the model has no unit modules, or lacks parameters of the
-            optimizer; or the optimizer has a state. The model is unchanged then.
+            optimizer; or the optimizer lacks parameters to train, or has a state. The model is
+            unchanged then.
     """
     config = MegatronFSDPConfig(**settings)
     check_class("device_mesh", device_mesh)
@@ -117,6 +120,7 @@ def megatron_fsdp_strategy_parallelize(
     package: Any = None
     arguments: dict[str, Any] = {}
     if shard_mesh.size() > 1:
+        _check_trains_all(model, optimizer)
         package = _import_megatron_fsdp()
         shard = package.fully_shard_model if optimizer is None else package.fully_shard
         place = (torch.cuda.current_device(),) if device_mesh.device_type == "cuda" else ()
@@ -269,19 +273,46 @@ def _unit_modules(
 def _first_step_without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Undo the effects of an optimizer step, which megatron-fsdp runs to create the state.
 
-    With zero gradients, this step would still decay weights, and count in Adam's bias correction.
+    With zero gradients, this step would still decay weights, add their decay to moments, and count
+    in Adam's bias correction. A state of zeros stays, as checkpoints are loaded into it; one that a
+    first step may not begin with, such as NAdam's product, is created anew by the first step.
     """
-    learning_rate = optimizer.defaults["lr"]
-    optimizer.defaults["lr"] = 0.0
+    defaults: dict[str, Any] = optimizer.defaults
+    settings = {name: defaults[name] for name in defaults if name in ("lr", "weight_decay")}
+    defaults.update(dict.fromkeys(settings, 0.0))
     try:
         yield
     finally:
-        optimizer.defaults["lr"] = learning_rate
+        defaults.update(settings)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group.update(settings)
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"] * 0  # a tensor or a number
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    # SGD dampens no gradient that it finds no buffer for.
+    if defaults.get("dampening") or not all(map(_is_zero, values)):
+        optimizer.state.clear()
+
+
+def _is_zero(value: Any) -> bool:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return not (local.any() if isinstance(local, Tensor) else local)
+
+
+def _check_trains_all(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Check that an optimizer has all parameters to train: megatron-fsdp gives it the others."""
+    if optimizer is None:
+        return
+    given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    absent = [name for name, each in trained if id(each) not in given]
+    if absent:
+        raise ValueError(
+            f"The optimizer lacks {len(absent)} parameters of {type(model).__name__} that require "
+            f"grad, and megatron-fsdp would train them, too: {absent[:6]}. Freeze them with "
+            "requires_grad_(False), or create the optimizer with them."
+        )
 
 
 def _warn_of_lost_groups(optimizer: torch.optim.Optimizer) -> None:
