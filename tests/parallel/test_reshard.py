@@ -324,9 +324,11 @@ def _onto_another_mesh() -> None:
     whole = torch.arange(35.0).view(7, 5)
     tensor = distribute_tensor(whole, first, [Shard(0)], src_data_rank=None) if rank < 2 else None
     moved = redistribute(tensor, second, [Shard(-1)])
-    assert moved.device_mesh == second
+    assert (moved.device_mesh, moved.placements) == (second, (Shard(1),))
     if rank > 0:
         assert torch.equal(moved.full_tensor(), whole)
+    first_dim = redistribute(tensor, second, [Shard(-2)])
+    assert (first_dim.placements, first_dim.shape) == ((Shard(0),), whole.shape)  # outside, too
     if rank < 2:
         with_gradient = tensor.detach().requires_grad_()
         same = redistribute(with_gradient, first, [Replicate()], ranks=[0, 1])

@@ -503,9 +503,13 @@ def _empty(
                 f"redistribute to {placement}: a tensor of shape {tuple(shape)} has no such "
                 "dimension."
             )
+    # Counted from 0, because outside the mesh torch counts back from the dims of the local tensor.
+    placements = [
+        Shard(each.dim % len(shape)) if isinstance(each, Shard) else each for each in placements
+    ]
     local_shape: Sequence[int] = (0,)  # on ranks outside the mesh, as in torch's DTensors
     if mesh.get_coordinate() is not None:
-        dims = [each.dim % len(shape) if isinstance(each, Shard) else -1 for each in placements]
+        dims = [each.dim if isinstance(each, Shard) else -1 for each in placements]
         at = shard_coordinates(mesh)
         local_shape = shard_shape(shape, dims, [1] * mesh.ndim, False, list(mesh.shape), at)
     local = torch.empty(local_shape, dtype=dtype, device=mesh.device_type)
