@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from tp_models import BOUND, MLP, Attention, HeadNorm, Latent, PackedMLP, Tied, 
 import meshverse
 from helpers.crew import Crew
 from helpers.interrupts import is_interrupted_at
+from meshverse.parallel import apply_activation_checkpointing
 from meshverse.parallel.styles.local_styles import (
     LocalParameters,
     PackedColwiseParallel,
@@ -199,27 +201,57 @@ def test_without_the_style_gradients_are_wrong(
         assert rank[wrong] > 0.1
 
 
-def parameters_in_and_after_forward() -> tuple[set[str], bool, bool]:
+class Noting(HeadNorm):
+    """Notes which kind of weight its forward sees."""
+
+    def forward(self, heads: Tensor) -> Tensor:
+        self.seen = type(self.weight)
+        return super().forward(heads)
+
+
+def parameters_in_and_after_forward() -> tuple[set[str], bool, list[bool]]:
     model = make(Attention)
+    model.q_norm = Noting().double()
     names = set(model.state_dict())
     apply_tp_plan(model, mesh_of_two(), PLANS["norm and sinks"][1])
-    norm = model.q_norm
-    seen: list[type] = []
-    norm.register_forward_pre_hook(lambda module, _: seen.append(type(module.weight)))
+    norms = [model.q_norm, copy.deepcopy(model).q_norm]
     model(example(Attention))
     with pytest.raises(ArithmeticError):
         model(example(Attention) * torch.nan)
-    whole = (
+    whole = [
         isinstance(norm.weight, DTensor) and norm.weight is dict(norm.named_parameters())["weight"]
-    )
-    return set(model.state_dict()) ^ names, seen[0] is Tensor, whole
+        for norm in norms
+    ]
+    return set(model.state_dict()) ^ names, norms[0].seen is Tensor, whole
 
 
 def test_parameters_are_local_in_forward_only(crew: Crew) -> None:
     for changed_names, local, whole_again in crew.run(parameters_in_and_after_forward, 2):
         assert not changed_names
         assert local
-        assert whole_again
+        assert all(whole_again)
+
+
+def errors_of_copies_and_recomputation() -> list[dict[str, float]]:
+    """Of a copy of a split model, and of a split layer that is computed again in backward."""
+    kind, plan = PLANS["norm and sinks"]
+    whole, split = make(kind), make(kind)
+    apply_tp_plan(split, mesh_of_two(), plan)
+    models = [copy.deepcopy(split)]
+    for mode in ("full", "selective"):
+        models.append(copy.deepcopy(split))
+        apply_activation_checkpointing(nn.Sequential(nn.ModuleList([models[-1]])), mode)
+    with torch.no_grad():  # which no copy uses
+        for each in split.parameters():
+            each.zero_()
+    expected = run(whole, kind)
+    return [relative_errors(run(each, kind), expected, floor=1e-2) for each in models]
+
+
+def test_copies_and_recomputed_layers_have_local_parameters(crew: Crew) -> None:
+    for rank in crew.run(errors_of_copies_and_recomputation, 2):
+        for errors in rank:
+            assert max(errors.values()) < BOUND, errors
 
 
 def attributes_and_ties() -> tuple[int, bool, bool]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -178,20 +178,25 @@ class LocalParameters(CheckedStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = self.placements_of(module)
         split_parameters(module, names, device_mesh, self.src_data_rank)
-
-        # An attribute of the instance hides the parameter, which is still registered.
-        def hide(module: nn.Module, arguments: Any) -> None:
-            for name in names:
-                parameter = cast("DTensor", module._parameters[name])
-                module.__dict__[name] = self._local(name, parameter)
-
-        def show(module: nn.Module, arguments: Any, output: Any) -> None:
-            for name in names:
-                module.__dict__.pop(name, None)
-
-        module.register_forward_pre_hook(hide)
-        module.register_forward_hook(show, always_call=True)
+        # Not hooks: what runs forward again, as activation checkpointing does, needs them, too. A
+        # partial, not a closure: deepcopy copies it, so that a copy runs its own forward.
+        module.forward = partial(self._run, module, module.forward, tuple(names))
         return module
+
+    def _run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        names: tuple[str, ...],
+        /,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        local = {
+            name: self._local(name, cast("DTensor", module._parameters[name])) for name in names
+        }
+        with replaced_attributes(module, local):
+            return forward(*arguments, **keywords)
 
     def _local(self, name: str, parameter: DTensor) -> Tensor:
         local = parameter.to_local()
