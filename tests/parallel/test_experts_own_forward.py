@@ -34,6 +34,7 @@ from meshverse.parallel import (
     ExpertParallel,
     ParallelismSizes,
     SameTokensExpertParallel,
+    apply_expert_parallelism,
     apply_tp_plan,
     create_fsdp2_device_mesh,
     fsdp2_strategy_parallelize,
@@ -147,7 +148,11 @@ class MoreDropout(Dropout):
 
 @pytest.mark.parametrize(
     ("kind", "style"),
-    [*((MoreDropout, style) for style in STYLES), (Counts, "features"), (KeepsLast, "features")],
+    [
+        *((MoreDropout, style) for style in ("dispatch", "features")),
+        *((Dropout, style) for style in STYLES),
+        *((Counts, "features"), (KeepsLast, "features")),
+    ],
 )
 def test_what_ranks_do_alike_is_no_obstacle(kind: type[nn.Module], style: str) -> None:
     model = make(kind)
@@ -155,6 +160,25 @@ def test_what_ranks_do_alike_is_no_obstacle(kind: type[nn.Module], style: str) -
         mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         apply_tp_plan(model, mesh, {"*.experts": STYLES[style]()})
     assert all(isinstance(each, DTensor) for each in model.get_submodule("0.experts").parameters())
+
+
+def test_dropout_in_whole_experts_is_refused_if_ranks_share_tokens() -> None:
+    with fake_world(2):
+        assert "MoreDropout draws random numbers" in refusal(make(MoreDropout), "same tokens")
+        model, state = make(MoreDropout), torch.get_rng_state()
+        mesh, moe_mesh = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2, ep_size=2))
+        with pytest.raises(
+            ValueError, match=r"0\.experts: the forward of MoreDropout draws random"
+        ):
+            apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=mesh["tp"])
+        plan: dict[str, Any] = {}
+        with pytest.raises(
+            ValueError, match=r"0\.experts: the forward of MoreDropout draws random"
+        ):
+            fsdp2_strategy_parallelize(model, mesh, moe_mesh=moe_mesh, tp_shard_plan=plan)
+        assert not any(isinstance(each, DTensor) for each in model.parameters())
+        assert torch.equal(torch.get_rng_state(), state)  # of the trial's draws, none is left
+        apply_expert_parallelism(model, moe_mesh["ep"])  # each rank has tokens of its own
 
 
 def test_ep_size_refuses_hooks_of_gradients() -> None:

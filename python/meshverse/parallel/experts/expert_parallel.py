@@ -79,13 +79,25 @@ class _WholeExperts(StackedStyle[PartOfExperts]):
         experts = experts_inside(module)
         described = self.described(name, experts)
         check_adapters(name, module, described, size)
-        return ask_for_experts(name, experts, described, size)
+        answer = ask_for_experts(name, experts, described, size)
+        if answer.draws and self.shares_tokens(size):
+            raise ValueError(
+                f"{name}: the forward of {type(experts).__name__} draws random numbers in "
+                "training, such as for dropout. Ranks with the same tokens run it on different "
+                "rows: their random states, and all later dropout, would no longer be the same. "
+                "Set the dropout in experts to 0, move it behind them, or use tp=1."
+            )
+        return answer
 
     def placements(self, module: nn.Module, answer: PartOfExperts) -> dict[str, Placement]:
         """Return placements that split all parameters by experts, and those of adapters."""
         inside = f"{BASE_LAYER}." * len(wrappers_of(module))
         of_experts = dict.fromkeys((f"{inside}{each}" for each in answer.experts.names), Shard(0))
         return {**of_experts, **placements_of_adapters(module)}
+
+    @abstractmethod
+    def shares_tokens(self, size: int) -> bool:
+        """Whether several ranks have the same tokens, if there are `size` ranks of experts."""
 
     @abstractmethod
     def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
@@ -111,11 +123,15 @@ class ExpertParallel(_WholeExperts):
 
     Args:
         same_tokens: 1-D mesh of the ranks that have the same tokens as this rank, such as the mesh
-            of tensor parallelism. Each of them then sends a part of the tokens. None if all ranks
-            have different tokens.
+            of tensor parallelism. Each of them then sends a part of the tokens, and experts must
+            draw no random numbers, such as for dropout. None if all ranks have different tokens.
     """
 
     same_tokens: DeviceMesh | None = None
+
+    def shares_tokens(self, size: int) -> bool:
+        """Whether `same_tokens` has several ranks."""
+        return self.same_tokens is not None and self.same_tokens.size() > 1
 
     def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
         """Return the outputs of all ranks' experts for this rank's tokens."""
@@ -140,8 +156,12 @@ class SameTokensExpertParallel(_WholeExperts):
     """Style that distributes stacked experts over ranks that all have the same tokens.
 
     Each rank runs its experts on the tokens that chose them, and the outputs are summed over the
-    ranks. Tokens are not sent.
+    ranks. Tokens are not sent. Experts must draw no random numbers, such as for dropout.
     """
+
+    def shares_tokens(self, size: int) -> bool:
+        """Whether there are several ranks."""
+        return size > 1
 
     def combine(self, routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) -> Tensor:
         """Return the sum over the ranks of their experts' outputs."""
@@ -268,21 +288,21 @@ def apply_expert_parallelism(
         >>> apply_expert_parallelism(model, moe_mesh["ep"])  # doctest: +SKIP
         ['model.layers.0.mlp.experts', 'model.layers.1.mlp.experts']
     """
-    names = check_experts(model, ep_mesh.size())
+    names = check_experts(model, ep_mesh.size(), same_tokens)
     for name in names:
         style = ExpertParallel(same_tokens)
         parallelize_module(model.get_submodule(name), ep_mesh, style)
     return names
 
 
-def check_experts(model: nn.Module, size: int) -> list[str]:
+def check_experts(model: nn.Module, size: int, same_tokens: DeviceMesh | None = None) -> list[str]:
     """Return the names of a model's modules with experts, after checking them.
 
     A pipeline stage may have no experts, if other stages of its model have some.
 
     Raises:
         ValueError: the model has no experts, or experts that cannot be distributed over `size`
-            ranks.
+            ranks, of which those of `same_tokens` have the same tokens.
     """
     names, stage = expert_modules(model), stage_of(model)
     if not names and (stage is None or not stage.model_has_experts):
@@ -302,7 +322,7 @@ def check_experts(model: nn.Module, size: int) -> list[str]:
             raise ValueError(
                 f"{name} is distributed already. Distribute experts once, before FSDP."
             )
-        ExpertParallel().check(name, module, size)
+        ExpertParallel(same_tokens).check(name, module, size)
     owned: dict[int, str] = {}
     for name in names:
         for own, parameter in model.get_submodule(name).named_parameters():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
@@ -71,6 +72,8 @@ class PartOfExperts(Part):
     second: _Second = "none"
     counts_from_end: bool = False  # whether id -1 is that of the last expert
     ignores_zeros: bool = False  # whether rows of zeros give zeros, and get no gradient
+    # Whether the forward draws from torch's random states in training, such as for dropout.
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,8 @@ class _Probe:
         weights: Tensor,
         parameters: Mapping[str, Any] | None = None,
         numbers: Mapping[str, int] | None = None,
+        *,
+        with_dropout: bool = False,
     ) -> Tensor:
         """Return the forward's output, with some parameters and attributes replaced."""
         forward: Any = type(self.module).forward
@@ -174,7 +179,7 @@ class _Probe:
         try:
             twin = self._twin({**self.weights, **(parameters or {}), **(numbers or {})})
             self._twins.append(twin)
-            with WithoutDropout():
+            with nullcontext() if with_dropout else WithoutDropout():
                 output = forward(twin, *inputs[self.form])
         except _Problem:
             raise
@@ -184,6 +189,16 @@ class _Probe:
             given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise _Problem(f"gives {given} for hidden states of shape {tuple(hidden.shape)}")
         return output
+
+    def draws(self) -> bool:
+        """Whether the forward, with its dropout, changes torch's random states."""
+        kind = self.device.type
+        sources: list[Any] = [torch] if kind == "cpu" else [torch, torch.get_device_module(kind)]
+        with torch.random.fork_rng(sources[1:] and [self.device], device_type=kind):
+            before = [each.get_rng_state() for each in sources]
+            self.run(self.hidden, self.ids, self.router, with_dropout=True)
+            after = [each.get_rng_state() for each in sources]
+        return not all(map(torch.equal, before, after))
 
     def gate(self, features: Tensor) -> Tensor:
         """Return the output of the module's `_apply_gate`."""
@@ -334,6 +349,7 @@ def ask_for_experts(
             for numbers in _subsets(_numbers_equal_to(module, {count: own}))
         ]
         part = _first(possible, lambda part: _is_sum_of_experts(probe, whole, part))
+        part = replace(part, draws=probe.draws())
     except _Problem as problem:
         raise ValueError(
             f"{name}: the forward of {kind} cannot be run on {own} of its {count} experts: it "

@@ -150,7 +150,7 @@ def fsdp2_strategy_parallelize(
     check_covered(device_mesh, (fsdp_mesh, tp_mesh))
     moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
     check_can_be_sharded(model)
-    experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size())
+    experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size(), tp_mesh)
     if not experts:  # a stage without experts, of a model with experts
         moe_mesh = None
     if tp_mesh.size() > 1:
