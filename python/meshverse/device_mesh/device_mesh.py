@@ -82,7 +82,6 @@ from meshverse.universe.universe import Universe, check_universe
 from meshverse.wording import did_you_mean
 from meshverse.world import World
 
-from . import mesh_warnings
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
 from .lazy_names import DeferredGroupNames, GroupNames, NoGroupNames, prepare_for_graph
 
@@ -276,7 +275,7 @@ class DeviceMesh(StockDeviceMesh):
             self._take_group_names(names)
             known.meshes.add(self)
             if is_new:
-                mesh_warnings.register_root(self)
+                _register_root(self)
             else:
                 known.meshes.note_names(description)
         except BaseException:
@@ -327,7 +326,7 @@ class DeviceMesh(StockDeviceMesh):
             ]
         )
         result._universe.meshes.add(result)
-        mesh_warnings.register_root(result)
+        _register_root(result)
         return result
 
     @classmethod
@@ -1021,7 +1020,9 @@ class DeviceMesh(StockDeviceMesh):
             first=first,
         )
         if not preserve_rank_order and not (layout.is_sorted() and universe.rank_map.is_sorted()):
-            mesh_warnings.warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
+            from .mesh_warnings import warn_of_sorted_ranks
+
+            warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
         return [group.name for group in made if group.name is not None]
 
     def _group_names_under(
@@ -1644,3 +1645,9 @@ def _own_attributes(mesh_class: type) -> frozenset[str]:
         name for name, kind in DeviceMesh.__annotations__.items() if "ClassVar" not in str(kind)
     ]
     return frozenset((*declared, *lazily))
+
+
+def _register_root(mesh: DeviceMesh) -> None:
+    from .mesh_warnings import register_root  # not loaded by `import meshverse`
+
+    register_root(mesh)
