@@ -31,12 +31,10 @@ help: ## list the targets
 	@echo '  TORCH=$(TORCH) (or newest, nightly) PYTHON=$(PYTHON) ARGS=... (for pytest, the demo, the benchmarks)'
 
 # Whole files to one worker, so that what costs seconds to set up is set up once. Three workers keep
-# two cores busy: ranks that wait for each other, or for a timeout, leave a core to other tests. The
-# long tests wait more.
-WORKERS = 3
-test-long: WORKERS = 5
-PYTEST_ARGS = -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST = $(VENV)/bin/python $(PYTEST_ARGS)
+# two cores busy: ranks that wait for each other, or for a timeout, leave a core to other tests. Five
+# workers were no faster in the long tests.
+PYTEST_ARGS := -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(VENV)/bin/python $(PYTEST_ARGS)
 
 # Every worker and rank imports the tests' modules: the first one keeps what it compiles for the
 # others, also where the environment says that Python shall keep nothing.
