@@ -382,7 +382,7 @@ class ReportFormatter(NamedTuple):
                 "(TORCH_NCCL_ENABLE_TIMING=1): calls that overlap, as with async_op=True, do not "
                 "wait for one another."
             )
-        doubts = [doubt for one_on_it in on_cycle if (doubt := self._doubt(one_on_it))]
+        doubts = [doubt for each in on_cycle if (doubt := self._doubt(each))]
         return " ".join([f"this may be {text}", *doubts]) if doubts else text
 
     def _doubt(self, missing: Missing) -> str:

@@ -4,7 +4,7 @@ Names and shapes do not show what a forward does with its weights: whether it co
 them, which dim has the inner features, where the gates are, or what an expert adds to a token. So
 the forward is run: on random weights as a whole, and on the parts of all ranks, whose outputs must
 sum to the same, and so must the gradients of the inputs. It runs in training mode without dropout.
-Nothing of the module is changed, and no random state of torch's is used.
+Nothing of the module is changed, and torch's random states are as before.
 """
 
 from __future__ import annotations

@@ -187,7 +187,8 @@ def _fill_together(
                 state[place.name] = old
             else:
                 setattr(place.module, place.own_name, old)
-        model.load_state_dict(state, strict=False, assign=True)
+        if state:
+            model.load_state_dict(state, strict=False, assign=True)
         raise
 
 
