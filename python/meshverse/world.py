@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from meshverse._torch_compat.backends import (
-    Creation,
+    HowCreated,
     all_ranks_reason,
     creation_blocks,
     split_devices,
@@ -34,12 +34,12 @@ from meshverse._torch_compat.c10d_groups import (
     current_default_group,
     destroys_passed_default_group,
     is_shrunk_default,
+    set_up_world_and_device,
     store_allows_rendezvous,
     store_of,
     thread_id,
     world_lifetime,
 )
-from meshverse._torch_compat.c10d_groups import set_up_device as set_up_torch_device
 from meshverse._torch_compat.private_names import ProcessGroup, StockDeviceMesh
 from meshverse.attributes import computed
 from meshverse.locks import state_changed, state_lock
@@ -114,9 +114,9 @@ class World:
         self.may_change = can_be_reconfigured(default_group)
         self.run = Run(self.rank, self.size)
         self._clones = threading.local()  # further clients of the store, one per thread
-        self._creations: dict[str, Creation] = {}
+        self._how_created: dict[str, HowCreated] = {}
         self._was_passed = False  # to `destroy_process_group(group)`, which ended this world
-        self._device_types_set_up: set[str] = set()
+        self._device_types_chosen: set[str] = set()
         self._store_allows_rendezvous: bool | None = None
         vars(self).pop("default_options", None)
         # Must come last: another thread may end the default group at any time.
@@ -313,23 +313,23 @@ class World:
         """Options of a group for which nothing is overridden."""
         return GroupOptions.resolve(NO_OVERRIDE, self.default_group)
 
-    def creation(self, backend: str) -> Creation:
+    def how_created(self, backend: str) -> HowCreated:
         """Return how groups of this backend are created. Computed once."""
-        known = self._creations.get(backend)
+        known = self._how_created.get(backend)
         if known is None:
             group = self.default_group
-            known = self._creations[backend] = Creation(
+            known = self._how_created[backend] = HowCreated(
                 split_devices(group, backend) is not None,
                 all_ranks_reason(group, backend),
                 creation_blocks(backend),
             )
         return known
 
-    def set_up_device(self, mesh: StockDeviceMesh, device_type: str) -> None:
+    def choose_device(self, mesh: StockDeviceMesh, device_type: str) -> None:
         """Choose this rank's device as torch does, once per device type."""
-        if device_type not in self._device_types_set_up:
-            set_up_torch_device(mesh)
-            self._device_types_set_up.add(device_type)
+        if device_type not in self._device_types_chosen:
+            set_up_world_and_device(mesh)
+            self._device_types_chosen.add(device_type)
 
 
 def _end(world: World) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from helpers.versions import AT_LEAST_2_14, AT_LEAST_2_15
 from meshverse import init_device_mesh
-from meshverse._torch_compat.backends import Creation, all_ranks_reason, creation_blocks
+from meshverse._torch_compat.backends import HowCreated, all_ranks_reason, creation_blocks
 from meshverse.world import World
 
 
@@ -29,7 +29,9 @@ def test_of_an_unknown_backend_the_members_meet_before_they_make_a_group(
 ) -> None:
     current = World.current()
     assert current is not None
-    assert current.creation(unknown) == Creation(splits=False, all_ranks_reason=None, blocks=True)
+    assert current.how_created(unknown) == HowCreated(
+        splits=False, all_ranks_reason=None, blocks=True
+    )
 
 
 def test_a_backend_that_waits_makes_a_group_of_several_wait(world, unknown: str) -> None:
@@ -59,4 +61,4 @@ def test_a_default_group_that_is_bound_to_nothing_is_not_split(world) -> None:
     assert hows == {"created by its members"}
     current = World.current()
     assert current is not None
-    assert not current.creation("fake").splits
+    assert not current.how_created("fake").splits

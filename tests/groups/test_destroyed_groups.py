@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import meshverse
 from helpers.worlds import fake_world, group_names, groups_created, live_groups
 from meshverse import DeviceMesh, init_device_mesh, isolate
-from meshverse._torch_compat.backends import Creation
+from meshverse._torch_compat.backends import HowCreated
 from meshverse.groups.registry import GroupRegistry
 from meshverse.universe.registry import WorldUniverses
 from meshverse.world import World
@@ -210,7 +210,7 @@ def test_a_given_group_is_not_made_again() -> None:
 def test_a_group_that_all_ranks_make_is_not_made_anew_in_its_universe(monkeypatch) -> None:
     """The ranks whose groups are there would not come to make it."""
     monkeypatch.setattr(
-        World, "creation", lambda self, backend: Creation(False, "so says a test", False)
+        World, "how_created", lambda self, backend: HowCreated(False, "so says a test", False)
     )
     mesh = _mesh()
     dist.destroy_process_group(mesh.get_group("tp"))

@@ -158,7 +158,9 @@ OF_UNIVERSE_INSIDE: dict[str, Question] = {
     "has made": lambda mesh: [
         mesh.universe.groups.has_made(name) for name in mesh.group_names or ()
     ],
-    "planned": lambda mesh: [mesh.universe.groups.planned(name) for name in mesh.group_names or ()],
+    "planned": lambda mesh: [
+        mesh.universe.groups.find_planned(name) for name in mesh.group_names or ()
+    ],
     "best_match": lambda mesh: [mesh.universe.groups.best_match(a, "tp") for a in mesh.layout],
     "key digest": lambda mesh: [
         mesh.universe.groups.key_digest(axis, name)

@@ -22,7 +22,7 @@ from meshverse import (
     load_mesh,
     save_mesh,
 )
-from meshverse._torch_compat.backends import Creation
+from meshverse._torch_compat.backends import HowCreated
 from meshverse.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
@@ -104,7 +104,7 @@ def test_a_part_has_the_timeout_of_the_whole_unless_it_says_another() -> None:
 def test_groups_that_all_ranks_make_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks that are not in the group take part in making it: none of them may sit it out.
     monkeypatch.setattr(
-        World, "creation", lambda self, backend: Creation(False, "so says a test", False)
+        World, "how_created", lambda self, backend: HowCreated(False, "so says a test", False)
     )
     job = _job()
     with groups_created(1):

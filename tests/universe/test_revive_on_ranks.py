@@ -322,7 +322,7 @@ def _meshes(folder: str) -> dict[str, Any]:
     assert group() is None
     assert mesh.universe.explain().created == created
     assert mesh.universe.groups.find(lazy.group_names[1]) is None
-    assert lazy.universe.groups.planned(lazy.group_names[1]) is not None
+    assert lazy.universe.groups.find_planned(lazy.group_names[1]) is not None
     fresh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert fresh == mesh
     assert not set(fresh.group_names) & set(mesh.group_names)

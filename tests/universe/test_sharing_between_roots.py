@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh as stock_init_device_
 import meshverse
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, init_device_mesh, isolate
-from meshverse._torch_compat.backends import Creation
+from meshverse._torch_compat.backends import HowCreated
 from meshverse.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
@@ -137,7 +137,7 @@ class TestWorldWideWithOthers:
     def test_groups_that_all_ranks_make_are_not_shared(self, monkeypatch) -> None:
         # Ranks that are not in the group take part in making it: none of them may sit it out.
         monkeypatch.setattr(
-            World, "creation", lambda self, backend: Creation(False, "so says a test", False)
+            World, "how_created", lambda self, backend: HowCreated(False, "so says a test", False)
         )
         mesh = _mesh()
         with groups_created(1):

@@ -208,7 +208,7 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
 # --- how groups are created -----------------------------------------------------------------------
 
 
-class Creation(NamedTuple):
+class HowCreated(NamedTuple):
     """How groups of a backend are created.
 
     Attributes:

@@ -32,7 +32,7 @@ def thread_id() -> int | None:
     return threading.get_ident() if threaded else None
 
 
-def set_up_device(mesh: StockDeviceMesh) -> None:
+def set_up_world_and_device(mesh: StockDeviceMesh) -> None:
     """Start the default group if there is none, and choose this rank's device, as torch does.
 
     Raises:

@@ -127,11 +127,11 @@ class Numbered(Protocol):
     """A universe that has a number among those over its ranks.
 
     Attributes:
-        ranks: fingerprint of the set of its ranks.
+        fingerprint: fingerprint of the set of its ranks.
         number: its number, from 0; None until it has one.
     """
 
-    ranks: str
+    fingerprint: str
     number: int | None
 
 
@@ -139,7 +139,7 @@ class ComparedCalls(WorldState):
     """This rank's compared calls in one world, for every set of ranks."""
 
     def __init__(self) -> None:
-        self._by_ranks: dict[str, _Calls] = {}
+        self._by_fingerprint: dict[str, _Calls] = {}
 
     def on_revive(self, current: World) -> None:
         """Keep this world's counts, not those of `current`.
@@ -147,7 +147,7 @@ class ComparedCalls(WorldState):
         Stop comparing calls for each set of ranks that disagreed: its ranks may have made different
         numbers of calls.
         """
-        for calls in self._by_ranks.values():
+        for calls in self._by_fingerprint.values():
             if calls.mismatch:
                 calls.mismatch, calls.why_stopped = "", "the ranks disagreed before revive()"
                 calls.has_raised = False
@@ -161,17 +161,21 @@ class ComparedCalls(WorldState):
             compared: fingerprints of the sets of ranks whose compared calls stay counted.
             n_universes: number of universes of each set of ranks, by its fingerprint.
         """
-        kept = {ranks: calls for ranks, calls in self._by_ranks.items() if ranks in compared}
-        self._by_ranks = kept
-        for ranks, calls in kept.items():
-            calls.n_universes = n_universes.get(ranks, 0)
-        for ranks, number in n_universes.items():
-            self._of(ranks).n_universes = number
+        kept = {
+            fingerprint: calls
+            for fingerprint, calls in self._by_fingerprint.items()
+            if fingerprint in compared
+        }
+        self._by_fingerprint = kept
+        for fingerprint, calls in kept.items():
+            calls.n_universes = n_universes.get(fingerprint, 0)
+        for fingerprint, number in n_universes.items():
+            self._of(fingerprint).n_universes = number
 
     def compare(
         self,
         store: StoreKeys,
-        ranks: str,
+        fingerprint: str,
         mine: Description,
         keys_written: list[str],
         *,
@@ -182,7 +186,7 @@ class ComparedCalls(WorldState):
 
         Args:
             store: store of the default group, with the keys of this run.
-            ranks: fingerprint of the set of ranks that must make this call.
+            fingerprint: fingerprint of the set of ranks that must make this call.
             n_ranks: number of these ranks.
             mine: description of this rank's call.
             keys_written: list to which a key is added if this rank writes one, to be removed later.
@@ -192,7 +196,7 @@ class ComparedCalls(WorldState):
         Raises:
             RanksDifferError: the ranks disagree, in this call or an earlier one.
         """
-        calls = self._of(ranks)
+        calls = self._of(fingerprint)
         if calls.mismatch:
             calls.has_raised = True
             raise RanksDifferError(calls.mismatch)
@@ -200,34 +204,39 @@ class ComparedCalls(WorldState):
             self._log_stop(calls, warns)
             return
         if calls.n_compared >= calls.n_counted + _REMOVED_TOGETHER:
-            self._remove_past(store, ranks, calls, keys_written, n_ranks)
-        key, own = _key(ranks, calls.n_compared), json.dumps(mine)
+            self._remove_past(store, fingerprint, calls, keys_written, n_ranks)
+        key, own = _key(fingerprint, calls.n_compared), json.dumps(mine)
         found = store.put_first(key, own)
         if found == own:
             keys_written.append(key)
         elif found == _DISAGREE:
-            raise self._error(ranks, store.read(_mismatch_key(ranks)))
+            raise self._error(fingerprint, store.read(_mismatch_key(fingerprint)))
         elif (first := Description(*json.loads(found))).digest != mine.digest:
-            both = store.put_first(_mismatch_key(ranks), json.dumps([first, mine]))
+            both = store.put_first(_mismatch_key(fingerprint), json.dumps([first, mine]))
             store.write(key, _DISAGREE)
             for number in itertools.count(calls.n_compared + 1):
-                if store.put_first(_key(ranks, number), _DISAGREE) == _DISAGREE:
+                if store.put_first(_key(fingerprint, number), _DISAGREE) == _DISAGREE:
                     break
-            raise self._error(ranks, both)
+            raise self._error(fingerprint, both)
         calls.n_compared += 1  # last: a rank that is interrupted compares the same call again
 
     def _remove_past(
-        self, store: StoreKeys, ranks: str, calls: _Calls, keys_written: list[str], n_ranks: int
+        self,
+        store: StoreKeys,
+        fingerprint: str,
+        calls: _Calls,
+        keys_written: list[str],
+        n_ranks: int,
     ) -> None:
         """Count this rank as past some calls. The last rank of the set removes their keys."""
         first = calls.n_counted
         # Before it counts: if this rank is interrupted, the keys stay. None goes too early.
         calls.n_counted += _REMOVED_TOGETHER
-        key = _past_key(ranks, calls.n_counted)
+        key = _past_key(fingerprint, calls.n_counted)
         n_past = store.count(key)
         if n_past == n_ranks:
             for number in range(first, calls.n_counted):
-                store.remove(_key(ranks, number))
+                store.remove(_key(fingerprint, number))
             store.remove(key)
         elif n_past == 1:
             keys_written.append(key)
@@ -241,27 +250,27 @@ class ComparedCalls(WorldState):
 
         One store operation for each set of ranks with which this rank has compared a call.
         """
-        for ranks, calls in dict(self._by_ranks).items():
+        for fingerprint, calls in dict(self._by_fingerprint).items():
             if calls.n_compared == 0 or calls.has_raised:
                 continue
             if calls.mismatch:
                 raise RanksDifferError(calls.mismatch)
-            if both := store.read(_mismatch_key(ranks)):
-                raise self._error(ranks, both, is_raised=False)
+            if both := store.read(_mismatch_key(fingerprint)):
+                raise self._error(fingerprint, both, is_raised=False)
 
     def note_raised(self, error: RanksDifferError) -> None:
         """Note that the program gets this error, which `check` raised."""
-        for calls in dict(self._by_ranks).values():
+        for calls in dict(self._by_fingerprint).values():
             calls.has_raised |= calls.mismatch == str(error)
 
-    def stop(self, ranks: str, why: str) -> None:
+    def stop(self, fingerprint: str, why: str) -> None:
         """Compare no more calls of a set of ranks: this rank's call numbers may differ from theirs.
 
         Args:
-            ranks: fingerprint of the set.
+            fingerprint: fingerprint of the set.
             why: reason, which is logged at the next call.
         """
-        calls = self._of(ranks)
+        calls = self._of(fingerprint)
         calls.why_stopped = calls.why_stopped or why
 
     def _log_stop(self, calls: _Calls, warns: bool) -> None:
@@ -279,43 +288,43 @@ class ComparedCalls(WorldState):
 
         Call it again after a call that was interrupted.
         """
-        calls = self._of(universe.ranks)
+        calls = self._of(universe.fingerprint)
         if universe.number is None:
             universe.number = calls.n_universes
         calls.n_universes = max(calls.n_universes, universe.number + 1)
 
-    def take_back_number(self, ranks: str, number: int) -> None:
+    def take_back_number(self, fingerprint: str, number: int) -> None:
         """Let the next universe over these ranks have this number, if it was the last one."""
-        calls = self._of(ranks)
+        calls = self._of(fingerprint)
         if calls.n_universes == number + 1:
             calls.n_universes = number
 
-    def _of(self, ranks: str) -> _Calls:
-        known = self._by_ranks.get(ranks)
-        return known or self._by_ranks.setdefault(ranks, _Calls())
+    def _of(self, fingerprint: str) -> _Calls:
+        known = self._by_fingerprint.get(fingerprint)
+        return known or self._by_fingerprint.setdefault(fingerprint, _Calls())
 
-    def _error(self, ranks: str, both: str, *, is_raised: bool = True) -> RanksDifferError:
+    def _error(self, fingerprint: str, both: str, *, is_raised: bool = True) -> RanksDifferError:
         descriptions = sorted(Description(*each) for each in json.loads(both))  # by rank
         lines = [f"  {line}" for line in _differences(descriptions)]
         who = [f"  rank {each.rank}: {each}" for each in descriptions]
         message = "\n".join(
             ["Ranks are building different meshes:", *lines, "Meshes by rank:", *who, _CURE]
         )
-        calls = self._of(ranks)
+        calls = self._of(fingerprint)
         calls.mismatch, calls.has_raised = message, is_raised
         return RanksDifferError(message)
 
 
-def _key(ranks: str, number: int) -> str:
-    return f"calls/{ranks}/{number}"
+def _key(fingerprint: str, number: int) -> str:
+    return f"calls/{fingerprint}/{number}"
 
 
-def _past_key(ranks: str, number: int) -> str:
-    return f"calls/{ranks}/past {number}"
+def _past_key(fingerprint: str, number: int) -> str:
+    return f"calls/{fingerprint}/past {number}"
 
 
-def _mismatch_key(ranks: str) -> str:
-    return f"calls/{ranks}/mismatch"
+def _mismatch_key(fingerprint: str) -> str:
+    return f"calls/{fingerprint}/mismatch"
 
 
 def _differences(descriptions: Sequence[Description]) -> list[str]:

@@ -17,7 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from typing_extensions import Self
 
 from meshverse._core import Layout, RankGroups, RankMap
-from meshverse._torch_compat.c10d_groups import lacks_a_group, resolve_group, set_up_device
+from meshverse._torch_compat.c10d_groups import (
+    lacks_a_group,
+    resolve_group,
+    set_up_world_and_device,
+)
 from meshverse._torch_compat.one_graph import compiles_one_graph, is_one_graph_traced
 from meshverse._torch_compat.private_names import ProcessGroup, TorchLayout
 from meshverse._torch_compat.stock_layouts import (
@@ -259,7 +263,7 @@ class DeviceMesh(StockDeviceMesh):
             if World.current() is None and rank is None:
                 rank = _NO_RANK
         if init_backend:
-            self._set_up_world()
+            self._start_world()
         if known is None:
             make = Universe if universe is None else universe.part
             known, is_new = make(rank_map, rank=rank, **(settings or {})), True
@@ -285,13 +289,13 @@ class DeviceMesh(StockDeviceMesh):
                 known.groups.give_up()
             raise
 
-    def _set_up_world(self) -> None:
+    def _start_world(self) -> None:
         world = World.current()
         if world is None or self._description.layout.size > world.size:
-            set_up_device(self)  # starts the default group, or raises
+            set_up_world_and_device(self)  # starts the default group, or raises
             world = World.current()
         if world is not None:
-            world.set_up_device(self, self._device_type)
+            world.choose_device(self, self._device_type)
 
     @staticmethod
     def from_group(
@@ -330,7 +334,7 @@ class DeviceMesh(StockDeviceMesh):
         return result
 
     @classmethod
-    def _made(
+    def _create(
         cls, universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
     ) -> Self:
         """Create a mesh of this class without interning it in the universe."""
@@ -341,7 +345,7 @@ class DeviceMesh(StockDeviceMesh):
         return mesh
 
     @staticmethod
-    def _in_universe(
+    def _get_or_create(
         universe: Universe, description: MeshDescription, group_names: Sequence[str] | None
     ) -> DeviceMesh:
         """Return a universe's mesh of this description and these groups (None for no groups)."""
@@ -349,7 +353,7 @@ class DeviceMesh(StockDeviceMesh):
         known = universe.meshes.find(key)
         if known is not None:
             return known
-        return universe.meshes.intern(DeviceMesh._made(universe, description, group_names), key)
+        return universe.meshes.intern(DeviceMesh._create(universe, description, group_names), key)
 
     def _set_description(self, description: MeshDescription) -> None:
         self._description = description
@@ -556,7 +560,7 @@ class DeviceMesh(StockDeviceMesh):
             group_names = list(map(group_names.__getitem__, indices))
         if is_isolated:
             return self._derive(description, group_names)
-        submesh = self._in_universe(self._universe, description, group_names)
+        submesh = self._get_or_create(self._universe, description, group_names)
         if isinstance(mesh_dim_names, (str, tuple)):
             self._slices[mesh_dim_names] = submesh
         return submesh
@@ -752,7 +756,7 @@ class DeviceMesh(StockDeviceMesh):
                 group_names = self._group_names_for(
                     description.layout, (name,), overrides, description.tags, call="flatten"
                 )
-            known = self._in_universe(universe, description, group_names)
+            known = self._get_or_create(universe, description, group_names)
             if registered is not None and registered._device_type != known._device_type:
                 return known
             universe.meshes.add_flattened(name, tag, known)
@@ -834,7 +838,7 @@ class DeviceMesh(StockDeviceMesh):
         """
         block = current_tag()
         if not block:
-            return self._in_universe(self._universe, description, group_names)
+            return self._get_or_create(self._universe, description, group_names)
         tags = [tag_inside(block, tag) for tag in description.axis_tags]
         return self._derive_under(tags, description, group_names)
 
@@ -843,7 +847,7 @@ class DeviceMesh(StockDeviceMesh):
     ) -> DeviceMesh:
         """Return this universe's mesh of this description, under these isolation tags."""
         group_names = self._group_names_under(tags, description, group_names)
-        return self._in_universe(self._universe, description.with_tags(tags), group_names)
+        return self._get_or_create(self._universe, description.with_tags(tags), group_names)
 
     # --- process groups -------------------------------------------------------------------------
 
@@ -1083,7 +1087,7 @@ class DeviceMesh(StockDeviceMesh):
                 handle = universe.process_groups.get(name)  # another thread may have ended it
                 if handle is not None:
                     return handle.rank()
-            planned = universe.groups.planned(name)
+            planned = universe.groups.find_planned(name)
             if planned is not None:
                 universe.groups.check_usable()
                 return planned.request.my_rank()
@@ -1105,7 +1109,7 @@ class DeviceMesh(StockDeviceMesh):
         name = self._name_without_use(mesh_dim)
         if name is None:
             return None
-        planned = self._universe.groups.planned(name)
+        planned = self._universe.groups.find_planned(name)
         return resolve_group(name).rank() if planned is None else planned.request.my_rank()
 
     def _name_without_use(self, mesh_dim: int | str | None) -> str | None:
@@ -1434,7 +1438,7 @@ class DeviceMesh(StockDeviceMesh):
             return cast("Self", load(*arguments))
         if type(self) is DeviceMesh:
             return self
-        twin = self._made(self._universe, self._description, self._names_of_groups)
+        twin = self._create(self._universe, self._description, self._names_of_groups)
         if twin._has_groups:
             self._universe.meshes.note(twin)
         else:  # so that bind() finds it
@@ -1478,7 +1482,7 @@ class DeviceMesh(StockDeviceMesh):
     def _key_digests(self) -> list[str | None]:
         """Digests of the options keys of this rank's groups, one per axis; empty outside the mesh.
 
-        Also empty for a root mesh made by `_under`, until all its groups were requested.
+        Also empty for a root mesh made by `_root_with_tags`, until all its groups were requested.
         """
         names = self._dim_group_names
         if isinstance(names, DeferredGroupNames) and not names.are_all_known:
@@ -1558,10 +1562,10 @@ class DeviceMesh(StockDeviceMesh):
         if names is not None and type(names) in (list, GroupNames):
             self._take_group_names(list(names))
 
-    def _under(self, tags: Sequence[str]) -> DeviceMesh:
+    def _root_with_tags(self, tags: Sequence[str]) -> DeviceMesh:
         """Return a root mesh like this under other tags; requests each group at its first use."""
         names = None if self._names_of_groups is None else ()
-        mesh = self._made(self._universe, self._description.with_tags(tags), names)
+        mesh = self._create(self._universe, self._description.with_tags(tags), names)
         mesh._take_root(None)
         self._universe.meshes.note(mesh)
         if self._names_of_groups:

@@ -418,7 +418,7 @@ def _explain_group(
     request = group.request
     options = request.options
     ranks = tuple(request.my_ranks())
-    is_mine = group.name is not None and not group.borrowed
+    is_mine = group.name is not None and not group.is_borrowed
     requests = dict(group.requests)  # a copy: other threads may add requests
     return GroupExplanation(
         name=group.name,
@@ -435,7 +435,7 @@ def _explain_group(
         suspended=group.state is State.SUSPENDED,
         is_planned=group.is_planned,
         nodes=None if topology is None else topology.spans("node", ranks),
-        salt=options.name_digest,
+        salt=options.digest_without_timeout,
         over=over,
         threads=threads.of(group.name) if threads is not None and _is_shared(group) else {},
     )

@@ -235,7 +235,7 @@ def _store_for_rendezvous(
     request: GroupRequest, ranks: list[int], world: World
 ) -> StoreKeys | None:
     """Return the store in which the members have a rendezvous, or None; see `_rendezvous`."""
-    waits = len(ranks) > 1 and world.creation(request.options.backend).blocks
+    waits = len(ranks) > 1 and world.how_created(request.options.backend).blocks
     return world.run_keys if waits else None
 
 

@@ -237,7 +237,7 @@ class Group:
         try:
             is_mine = self._end.take(caller)
             with state_lock.held:
-                if self.is_foreign or self.state not in (State.LIVE, State.SUSPENDED):
+                if self.is_external or self.state not in (State.LIVE, State.SUSPENDED):
                     self.note_ended()
                     return
                 self._drop_handle()
@@ -296,7 +296,7 @@ class Group:
     # --- questions ------------------------------------------------------------------------------
 
     @property
-    def is_foreign(self) -> bool:
+    def is_external(self) -> bool:
         """Whether it is the default group, or one that the user created."""
         return self.request.way.borrows
 
@@ -309,7 +309,7 @@ class Group:
     def may_be_elsewhere(self) -> bool:
         """Whether other members may have the group too, which this process has and created."""
         is_alone = self.request.axis.size == 1
-        return self.state is State.LIVE and not (self.is_foreign or is_alone)
+        return self.state is State.LIVE and not (self.is_external or is_alone)
 
     def live_handle(self) -> ProcessGroup:
         """Return c10d's group.
@@ -367,7 +367,7 @@ class Group:
                 "which their group ranks may differ. Create a mesh of the ranks that are left: "
                 "init_device_mesh(..., ranks=...), or DeviceMesh.from_group() of the new group."
             )
-        if self.state is State.ENDED or self.is_foreign:
+        if self.state is State.ENDED or self.is_external:
             return (
                 f"The {what} was destroyed, by destroy_process_group(group) or with the universe "
                 "that created it. Create the mesh again; if you pass existing groups or meshes, "
@@ -425,7 +425,7 @@ class GroupRef:
         self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
 
     @property
-    def borrowed(self) -> bool:
+    def is_borrowed(self) -> bool:
         """Whether the universe does not own the group, and so never ends it."""
         return self.request.way.borrows
 
@@ -437,7 +437,7 @@ class GroupRef:
     @property
     def is_planned(self) -> bool:
         """Whether the universe's members are still to create the group, at its first use."""
-        is_lazy = self.group is not None and self.group.is_lazy and not self.borrowed
+        is_lazy = self.group is not None and self.group.is_lazy and not self.is_borrowed
         return is_lazy and self.state in (State.PLANNED, State.BEING_MADE)
 
     @property

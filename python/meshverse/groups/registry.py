@@ -78,7 +78,7 @@ class GroupRegistry(WorldState):
         first = 1 if beyond_first else 0
         return {name for equal in names.values() if len(equal) > 1 for name in equal[first:]}
 
-    def attach(self, scope: Hashable, ref: GroupRef, *, lazy: bool) -> list[int]:
+    def find_or_plan(self, scope: Hashable, ref: GroupRef, *, lazy: bool) -> list[int]:
         """Attach the group that a reference requests, planned if it is new; return its ranks.
 
         Args:
@@ -87,7 +87,7 @@ class GroupRegistry(WorldState):
             lazy: whether the group is created at its first use, if it is not live.
         """
         request = ref.request
-        ranks, identity = request.ranks_and_name_digest()
+        ranks, identity = request.ranks_and_digest()
         # The key, not its digest: that does not distinguish handles, such as two network devices.
         content = scope, identity, request.options.key
         with state_lock.held:
@@ -100,20 +100,23 @@ class GroupRegistry(WorldState):
                 self._by_content[content] = self._by_name[group.name] = group
                 self._times_named[identity] += 1
             group.is_lazy |= lazy and group.state is State.PLANNED and not group.was_live
-            self.share(group, ref)
+            self.attach(group, ref)
         return ranks
 
     def new_name(self, request: GroupRequest) -> str:
-        """Return a name for a group that all ranks create together. `attach` does not find it."""
+        """Return a name for a group that all ranks create together.
+
+        `find_or_plan` does not find that group.
+        """
         with state_lock.held:
-            identity = request.ranks_and_name_digest()[1]
+            identity = request.ranks_and_digest()[1]
             name = self._next_name(identity)
             self._times_named[identity] += 1
         return name
 
     def next_name(self, request: GroupRequest) -> str:
         """Return the name that the next new group of these ranks and options would get."""
-        return self._next_name(request.ranks_and_name_digest()[1])
+        return self._next_name(request.ranks_and_digest()[1])
 
     def _next_name(self, identity: str) -> str:
         return f"meshverse-{identity}-{self._times_named[identity]}"
@@ -138,7 +141,7 @@ class GroupRegistry(WorldState):
         group = self._by_name.get(name)
         return group is not None and group.state is State.LIVE
 
-    def add(self, handle: ProcessGroup, ref: GroupRef) -> None:
+    def add_c10d_group(self, handle: ProcessGroup, ref: GroupRef) -> None:
         """Attach a group of c10d to a reference. The registry then finds it by its name only."""
         with state_lock.held:
             group = self._by_name.get(handle.group_name)
@@ -146,7 +149,7 @@ class GroupRegistry(WorldState):
                 name = handle.group_name
                 group = Group(name, ref.request, self, handle)
                 self._by_name[group.name] = group
-            self.share(group, ref)
+            self.attach(group, ref)
 
     def note_destroyed(self, name: str) -> None:
         """Mark the group of this c10d name as destroyed by somebody. May run in any thread."""
@@ -156,11 +159,11 @@ class GroupRegistry(WorldState):
         if group is not None:
             group.note_destroyed()
             self.n_destroyed = next(self._counter)
-            if group.is_foreign:
+            if group.is_external:
                 self._by_name.pop(name, None)
 
     @staticmethod
-    def share(group: Group, ref: GroupRef) -> None:
+    def attach(group: Group, ref: GroupRef) -> None:
         """Attach a group to a reference, of whichever universe."""
         with state_lock.held:
             ref.group, ref.name = group, group.name
@@ -174,7 +177,7 @@ class GroupRegistry(WorldState):
         If the call that requested it has failed, a live group stays as a leftover; see the class.
 
         Args:
-            ref: reference to which `attach`, `add` or `share` attached a group.
+            ref: reference to which `find_or_plan`, `add_c10d_group` or `attach` attached a group.
             abort: as for `Group.end`.
             has_failed: whether the call that requested it failed on this rank.
 
@@ -188,8 +191,8 @@ class GroupRegistry(WorldState):
             group.refs.discard(ref)
             ref.process_groups.pop(group.name, None)
             others = group.refs.alive()
-            references = [other for other in others if other.borrowed == group.is_foreign]
-            if references or ref.borrowed != group.is_foreign:
+            references = [other for other in others if other.is_borrowed == group.is_external]
+            if references or ref.is_borrowed != group.is_external:
                 return
             if group.state is State.PLANNED:
                 self.free_name_of(group, has_failed=has_failed)
@@ -270,4 +273,4 @@ class GroupRegistry(WorldState):
 
 
 def _content_in_all_scopes(request: GroupRequest) -> tuple[str, OptionsKey]:
-    return request.ranks_and_name_digest()[1], request.options.key
+    return request.ranks_and_digest()[1], request.options.key

@@ -65,7 +65,7 @@ def way_to_create(axis: AxisLayout, options: GroupOptions, world: World) -> tupl
         and not needs_own_world_group(world.default_group)
     ):
         return Way.DEFAULT_GROUP, None
-    creation = world.creation(options.backend)
+    creation = world.how_created(options.backend)
     if creation.splits and not options.preserve_rank_order:
         return Way.SPLIT, None
     reason = creation.all_ranks_reason
@@ -122,7 +122,7 @@ class GroupRequest(NamedTuple):
         mine = self.rank_map.rank_at(self.position)
         return sum(rank < mine for rank in groups.ranks_of(self.position))
 
-    def ranks_and_name_digest(self) -> tuple[list[int], str]:
+    def ranks_and_digest(self) -> tuple[list[int], str]:
         """Return `my_ranks`, and a digest of them, in order, and of the options. O(group size).
 
         All members get the same digest; groups with other ranks, another order or other options get
@@ -132,7 +132,9 @@ class GroupRequest(NamedTuple):
         assert self.position is not None
         options = self.options
         ascending = not options.preserve_rank_order
-        return rank_group(self.axis, self.rank_map, self.position, options.name_digest, ascending)
+        return rank_group(
+            self.axis, self.rank_map, self.position, options.digest_without_timeout, ascending
+        )
 
 
 class RequestBuilder:

@@ -215,7 +215,7 @@ class GroupOptions:
     preserve_rank_order: bool = False
 
     @property
-    def name_digest(self) -> str:
+    def digest_without_timeout(self) -> str:
         """Digest of the key without the timeout, for the group's name.
 
         All members must compute the same name, but c10d lets each rank choose its own timeout.

@@ -43,7 +43,7 @@ def state_of(mesh: DeviceMesh) -> MeshState:
 
 def load_saved(saved: SavedState) -> DeviceMesh:
     """Return the mesh of a saved state that was already checked; see `load_mesh`."""
-    return _loaded(DeviceMesh._in_universe, saved.mesh, _universe_of(saved))
+    return _loaded(DeviceMesh._get_or_create, saved.mesh, _universe_of(saved))
 
 
 def load_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
@@ -52,7 +52,7 @@ def load_as(mesh_class: type[DeviceMesh], state: MeshState) -> DeviceMesh:
         raise TypeError(f"A saved mesh of {mesh_class!r}, which is not a subclass of {DeviceMesh}.")
     saved = read_state(state)
     universe = _universe_of(saved)
-    mesh = _loaded(mesh_class._made, saved.mesh, universe)
+    mesh = _loaded(mesh_class._create, saved.mesh, universe)
     if universe.root is None or not mesh._has_groups:  # bind() looks through these meshes
         universe.meshes.add(mesh)
     else:
@@ -68,7 +68,7 @@ def _universe_of(saved: SavedState) -> Universe:
     """Return the universe to load a mesh into: a live one, or one without process groups."""
     universe = _live_universe_of(saved) or _universe_without_groups_of(saved)
     if universe.root is None and saved.root is not None:
-        _loaded(DeviceMesh._in_universe, saved.root, universe)
+        _loaded(DeviceMesh._get_or_create, saved.root, universe)
     return universe
 
 

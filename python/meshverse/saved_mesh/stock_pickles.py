@@ -119,13 +119,13 @@ def _live_mesh(saved: SavedState) -> DeviceMesh | None:
         if not universe.meshes.may_have(saved.descriptions):
             continue
         if universe.position is None:
-            return DeviceMesh._in_universe(universe, description, [])
+            return DeviceMesh._get_or_create(universe, description, [])
         groups = [universe.groups.best_match(*axis) for axis in axes]
         known = [group for group in groups if group is not None and group.name is not None]
         n_named = sum(name in g.requests for (_, name), g in zip(axes, known, strict=False))
         if len(known) == len(axes) and (best is None or n_named > best[0]):
             best = n_named, universe, [str(group.name) for group in known]
-    return None if best is None else DeviceMesh._in_universe(best[1], description, best[2])
+    return None if best is None else DeviceMesh._get_or_create(best[1], description, best[2])
 
 
 def _leave_without_groups(mesh: StockDeviceMesh, state: dict[str, Any]) -> None:

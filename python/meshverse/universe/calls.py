@@ -34,8 +34,8 @@ class UniverseCalls:
         compared: each compared call: its layout, the index of its first axis, and the name and
             digest of each axis; if all options are the defaults, also without the digests, which
             `UniverseGroups.request_known` looks up before it has them.
-        ranks: fingerprint of the set of ranks of the universe, whatever their order.
-        compared_ranks: fingerprints of the sets of ranks that compared a call.
+        fingerprint: fingerprint of the set of ranks of the universe, whatever their order.
+        compared_fingerprints: fingerprints of the sets of ranks that compared a call.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class UniverseCalls:
         self._rank_map, self._position, self._part_of = rank_map, position, part_of
         self._created = "lazy" if lazy else "eager"
         in_order = rank_map.sorted()
-        self.ranks, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
+        self.fingerprint, self._first_rank = in_order.fingerprint, in_order.rank_at(0)
         self._world = world
         self._of_world = ComparedCalls() if world is None else world.state(ComparedCalls)
         has_store = world is not None and world.store is not None
         self.is_compared: bool = check_consistency and position is not None and has_store
         self.compared: set[Hashable] = set()
         self._keys_written: list[str] = []
-        self.compared_ranks: set[str] = set()
+        self.compared_fingerprints: set[str] = set()
         self.number: int | None = None
 
     def compare(
@@ -101,19 +101,21 @@ class UniverseCalls:
         assert position is not None
         store = world.run_keys
         assert store is not None
-        ranks, first_rank, n_ranks = self.ranks, self._first_rank, self._rank_map.size
+        fingerprint, first_rank, n_ranks = self.fingerprint, self._first_rank, self._rank_map.size
         if layout.size != n_ranks and not any(one.way.needs_all_ranks for one in requests):
             axis = layout.collapse().sorted()
-            ranks = RankGroups(axis, self._rank_map).fingerprint_of(position)
+            fingerprint = RankGroups(axis, self._rank_map).fingerprint_of(position)
             first_rank = self._rank_map.rank_at(layout.base(position))
             n_ranks = layout.size
         if not world.is_main_thread():  # threads of two ranks may call in different orders
-            self._of_world.stop(ranks, "a thread other than the main one created process groups")
+            self._of_world.stop(
+                fingerprint, "a thread other than the main one created process groups"
+            )
         world.run.add_user(self)
         try:
             self._of_world.compare(
                 store,
-                ranks,
+                fingerprint,
                 self._describe(call, requests, world.rank),
                 self._keys_written,
                 n_ranks=n_ranks,
@@ -122,15 +124,15 @@ class UniverseCalls:
         except BaseException as error:
             if not isinstance(error, RanksDifferError):  # other ranks may count this call
                 why = f"comparing one raised {type(error).__name__} on this rank"
-                self._of_world.stop(ranks, why)
+                self._of_world.stop(fingerprint, why)
             if self.number is None:
                 world.run.remove_user(self, world.store)
             raise
         self.compared.add(made)
-        self.compared_ranks.add(ranks)
+        self.compared_fingerprints.add(fingerprint)
         if are_default:
             self.compared.add((layout, first, *(one.axis_name for one in requests)))
-        return ranks
+        return fingerprint
 
     def _describe(self, call: str, requests: Sequence[GroupRequest], rank: int) -> Description:
         from meshverse.program_line import program_line
@@ -151,7 +153,9 @@ class UniverseCalls:
         digest = hashlib.blake2b(begin.encode(), digest_size=16)
         for request in requests:
             options = request.options
-            what = options.key.digest if options.explicit_timeout else options.name_digest
+            what = (
+                options.key.digest if options.explicit_timeout else options.digest_without_timeout
+            )
             digest.update(f"{request.axis_name}={request.axis} {what}\n".encode())
         sizes = {request.axis_name: request.axis.size for request in requests}
         return Description(rank, digest.hexdigest(), call, sizes, facts, program_line())
@@ -161,16 +165,16 @@ class UniverseCalls:
         with state_lock.held:
             self._of_world.number_universe(self)
 
-    def note_failure(self, ranks: str | None, error: BaseException) -> None:
+    def note_failure(self, fingerprint: str | None, error: BaseException) -> None:
         """Note that a call failed on this rank. It may have succeeded on others.
 
         Args:
-            ranks: what `compare` returned for it; None if it was not compared.
+            fingerprint: what `compare` returned for it; None if it was not compared.
             error: the error of the call.
         """
-        if ranks is not None and not isinstance(error, RanksDifferError):
+        if fingerprint is not None and not isinstance(error, RanksDifferError):
             self._of_world.stop(
-                ranks,
+                fingerprint,
                 f"one raised {type(error).__name__} on this rank, and may have succeeded on others",
             )
         # The caller may never get this universe, so `destroy()` would not remove its keys.
@@ -179,10 +183,12 @@ class UniverseCalls:
 
     def give_up(self) -> None:
         """Compare no more calls of these ranks: the call that creates the universe has failed."""
-        for ranks in self.compared_ranks:
-            self._of_world.stop(ranks, "one failed on this rank, and may have succeeded on others")
+        for fingerprint in self.compared_fingerprints:
+            self._of_world.stop(
+                fingerprint, "one failed on this rank, and may have succeeded on others"
+            )
         if self.number is not None:
-            self._of_world.take_back_number(self.ranks, self.number)
+            self._of_world.take_back_number(self.fingerprint, self.number)
             self.number = None
         self.remove_from_store()
 

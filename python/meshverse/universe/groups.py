@@ -61,8 +61,8 @@ class UniverseGroups:
         calls: the calls that request these groups, compared between ranks.
         process_groups: this rank's live process groups by c10d name; torch.compile reads it.
         registry: the groups of its world, of all universes; an empty one without a world.
-        has_created: whether it has had groups of its own. Then the world holds a strong reference
-            to the universe, as long as both live.
+        had_own_groups: whether it has had groups of its own. Then the world holds a strong
+            reference to the universe, as long as both live.
         ended: how the universe ended; None while it is live. The universe sets it.
         scope: key of the universes that share groups: one universe with its parts, or all of them.
     """
@@ -85,7 +85,7 @@ class UniverseGroups:
             defaults, lazy = defaults.or_else(part_of._defaults), lazy or part_of._lazy
         self._defaults: Defaults = defaults
         self._lazy: bool = lazy
-        self._rank_map, self._own_world = rank_map, world
+        self._rank_map, self._world_or_none = rank_map, world
         self._universe = universe
         self.calls: UniverseCalls = UniverseCalls(
             rank_map,
@@ -106,18 +106,18 @@ class UniverseGroups:
         self._by_axis = GroupCache()  # `_refs`, by axis layout and options
         self._keys: dict[str, OptionsKey] = {}  # by digest, for `known`: a scan takes 10 us longer
         self._refs: list[GroupRef] = []
-        self.has_created = False
+        self.had_own_groups = False
         self.ended: Literal["destroyed", "aborted"] | None = None
         self.process_groups: dict[str, ProcessGroup] = {}
 
     @property
     def _world(self) -> World:
-        if self._own_world is None:
+        if self._world_or_none is None:
             raise RuntimeError(
                 f"This mesh over {self._rank_map} was loaded without process groups. Call "
                 "mesh.bind() on all its ranks, after init_process_group()."
             )
-        return self._own_world
+        return self._world_or_none
 
     def check_usable(self) -> None:
         """Check that groups of this universe can be created and used.
@@ -143,7 +143,7 @@ class UniverseGroups:
 
     def why_ended(self) -> str:
         """Return why the groups of this universe have ended, with the cure; "" if they have not."""
-        if self._own_world is None:  # it never had any
+        if self._world_or_none is None:  # it never had any
             return ""
         try:
             self.check_usable()
@@ -200,7 +200,7 @@ class UniverseGroups:
 
     def has_made(self, name: str) -> bool:
         """Return whether this is the c10d name of a group that this universe owns."""
-        return any(ref.name == name and not ref.borrowed for ref in self)
+        return any(ref.name == name and not ref.is_borrowed for ref in self)
 
     def key_digest(self, axis: AxisLayout, name: str) -> str | None:
         """Return the digest of the options key of the group of this name along an axis, or None."""
@@ -266,7 +266,7 @@ class UniverseGroups:
         backends = {one.request.options.backend for one in (group, *known) if one is not None}
         return len({backend_for(device_type, backend) for backend in backends}) == 1
 
-    def planned(self, name: str | None) -> Group | None:
+    def find_planned(self, name: str | None) -> Group | None:
         """Return the group of this c10d name if it is not created yet, else None."""
         group = None if name is None else self.registry.find(name)
         is_planned = group is not None and group.state in (State.PLANNED, State.BEING_MADE)
@@ -321,7 +321,7 @@ class UniverseGroups:
         """
         self.check_usable()
         backend = self._builder.over_whole_universe("", override, None, "").options.backend
-        creation = self._world.creation(backend)
+        creation = self._world.how_created(backend)
         return creation.splits or creation.all_ranks_reason is not None
 
     def over_whole_universe(
@@ -364,11 +364,11 @@ class UniverseGroups:
         # `counts`: whether `explain()` counts every request. Not for a slice under a tag
         # (`request_tagged`), for which torch creates no group: only a group's first request counts.
         uses_other_groups = any(request.way is not Way.DEFAULT_GROUP for request in requests)
-        ranks = None
+        fingerprint = None
         if uses_other_groups and self.calls.is_compared:
             default_key = self._builder.default_key
             are_default = all(request.options.key == default_key for request in requests)
-            ranks = self.calls.compare(requests, call, layout, first, are_default=are_default)
+            fingerprint = self.calls.compare(requests, call, layout, first, are_default=are_default)
         new: list[GroupRef] = []
         refs = []
         try:
@@ -378,11 +378,11 @@ class UniverseGroups:
                 if counts or not ref.requests:
                     ref.count_request(request.axis_name)
         except BaseException as error:
-            self._roll_back(new, refs, error, ranks)
+            self._roll_back(new, refs, error, fingerprint)
             raise
         if uses_other_groups and layout.size == self._rank_map.size:
             self.calls.take_number()
-        if not self.has_created and not all(ref.borrowed for ref in refs):
+        if not self.had_own_groups and not all(ref.is_borrowed for ref in refs):
             universe = self._universe()
             assert universe is not None
             self._world.state(WorldUniverses).add(universe)
@@ -451,7 +451,7 @@ class UniverseGroups:
         if way is not Way.DEFAULT_GROUP and request.position is not None and not self._lazy:
             leftover = self.registry.find_leftover(request)
         if way is Way.DEFAULT_GROUP:
-            self.registry.add(world.default_group, ref)
+            self.registry.add_c10d_group(world.default_group, ref)
             world.axes_of_default_group[request.axis_name] = None
         elif leftover is not None:
             if way is Way.BY_MEMBERS:
@@ -461,7 +461,7 @@ class UniverseGroups:
             handle = create_by_all(request, world)
             ref.created = handle is not None
             if handle is not None:
-                self.registry.add(handle, ref)
+                self.registry.add_c10d_group(handle, ref)
         elif request.position is not None:
             self._create_by_members(ref)
         self._refs.append(ref)
@@ -472,7 +472,7 @@ class UniverseGroups:
     def _create_by_members(self, ref: GroupRef) -> None:
         """Attach the group of a reference, and create it unless it exists already or is lazy."""
         world = self._world
-        ranks = self.registry.attach(self.scope, ref, lazy=self._lazy)
+        ranks = self.registry.find_or_plan(self.scope, ref, lazy=self._lazy)
         if self._lazy:
             return
         assert ref.group is not None
@@ -490,11 +490,11 @@ class UniverseGroups:
     def _refer_to_leftover(self, leftover: Group, ref: GroupRef) -> None:
         """Attach a group that became live in an earlier call, which failed here or elsewhere."""
         ref.created = not leftover.refs.alive()
-        self.registry.share(leftover, ref)
+        self.registry.attach(leftover, ref)
 
     def give_up(self) -> None:
         """Leave all groups to later calls: the call that creates the universe has failed."""
-        if self._own_world is None:
+        if self._world_or_none is None:
             return
         for ref in reversed(self._refs):
             self._by_axis.remove(ref.request.axis, ref.request.options.key, ref)
@@ -503,11 +503,15 @@ class UniverseGroups:
         self._refs.clear()
         universe = self._universe()
         assert universe is not None
-        self._own_world.state(WorldUniverses).drop(universe)
+        self._world_or_none.state(WorldUniverses).drop(universe)
         self.calls.give_up()
 
     def _roll_back(
-        self, new: list[GroupRef], refs: list[GroupRef], error: BaseException, ranks: str | None
+        self,
+        new: list[GroupRef],
+        refs: list[GroupRef],
+        error: BaseException,
+        fingerprint: str | None,
     ) -> None:
         """Release the references that a failed call has added, the newest first."""
         for ref in reversed(new):
@@ -518,7 +522,7 @@ class UniverseGroups:
                 self._refs.remove(ref)
             with contextlib.suppress(RuntimeError):  # of c10d; `error` says more
                 self.registry.release(ref, has_failed=True)
-        self.calls.note_failure(ranks, error)
+        self.calls.note_failure(fingerprint, error)
 
     def before_use(self, name: str) -> None:
         """Create the group of this c10d name now, if it is lazy and not created yet.
@@ -565,7 +569,7 @@ class UniverseGroups:
         request = self._builder.adopted(axis, axis_name, group)
         ref = GroupRef(request, self.process_groups, self._universe)
         ref.count_request(axis_name)
-        self.registry.add(group, ref)
+        self.registry.add_c10d_group(group, ref)
         self._refs.append(ref)
         if group is self._world.default_group:
             self._world.axes_of_default_group[axis_name] = None
@@ -585,7 +589,7 @@ class UniverseGroups:
             if theirs.group is not None and theirs.name in names and theirs.name not in known:
                 request = theirs.request._replace(way=Way.OTHER_UNIVERSE, all_ranks_reason=None)
                 ref = GroupRef(request, self.process_groups, self._universe)
-                self.registry.share(theirs.group, ref)
+                self.registry.attach(theirs.group, ref)
                 self._refs.append(ref)
 
     # --- end ------------------------------------------------------------------------------------
@@ -619,7 +623,7 @@ class UniverseGroups:
         self.registry.release(ref, abort=abort)
         with contextlib.suppress(ValueError):  # another thread, which ends the universe too
             self._refs.remove(ref)
-        if ref.state is not State.ENDED or ref.borrowed or abort or self._world.is_over:
+        if ref.state is not State.ENDED or ref.is_borrowed or abort or self._world.is_over:
             return
         store, name = self._world.run_keys, str(ref.name)
         if store is not None:
@@ -658,7 +662,7 @@ class UniverseGroups:
     def _why_new(self, group: Group | None, ranks: Sequence[int]) -> str:
         """Return why no existing group was shared, for the log."""
         for other in self.registry:
-            if other is group or other.is_foreign or other.request.my_ranks() != ranks:
+            if other is group or other.is_external or other.request.my_ranks() != ranks:
                 continue
             axis, options = f"axis {other.request.axis_name!r}", other.request.options
             if group is None or options.key != group.request.options.key:

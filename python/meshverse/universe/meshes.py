@@ -178,7 +178,7 @@ class UniverseMeshes:
             return first
         root = self._other_roots.get((tags, single_tags))
         if root is None:
-            root = self._other_roots[tags, single_tags] = first._under(tags)
+            root = self._other_roots[tags, single_tags] = first._root_with_tags(tags)
             for (name, tag), flattened in self._flattened.items():
                 if single_tags.issuperset(tag_parts(tag)):
                     root._add_flattened(name, flattened)

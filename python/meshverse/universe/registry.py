@@ -36,8 +36,8 @@ class WorldUniverses(WorldState):
     def add(self, universe: Universe) -> None:
         """Add a universe that created process groups to `with_groups`, unless it has ended."""
         with state_lock.held:
-            if not (universe.groups.has_created or universe.is_over):
-                universe.groups.has_created = True
+            if not (universe.groups.had_own_groups or universe.is_over):
+                universe.groups.had_own_groups = True
                 self.with_groups.append(universe)
 
     def drop(self, universe: Universe) -> None:
@@ -65,7 +65,7 @@ class WorldUniverses(WorldState):
         self.with_groups = [
             universe
             for universe in _universes.alive()
-            if universe.groups.has_created and not universe.is_over and self._has(universe)
+            if universe.groups.had_own_groups and not universe.is_over and self._has(universe)
         ]
         for universe in self.with_world_rank.alive():
             universe.meshes.on_revive()
@@ -155,7 +155,7 @@ def _distance(
     universe: Universe, serial: int, groups: Collection[tuple[AxisLayout, str | None]]
 ) -> tuple[bool, bool, bool, bool, int]:
     has_all = all(universe.groups.known(*group) is not None for group in groups)
-    own, has_no_groups = universe.serial, not universe.groups.has_created
+    own, has_no_groups = universe.serial, not universe.groups.had_own_groups
     return not has_all, own != serial, has_no_groups, own < 0, abs(own)
 
 

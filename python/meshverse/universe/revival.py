@@ -120,7 +120,7 @@ def _warn_of_others(groups: Sequence[Group]) -> None:
     """Log which ended groups are still referred to."""
     for group in groups:
         # The first default group of a process stays alive in torch.
-        if not group.is_foreign and group.ended_handles():
+        if not group.is_external and group.ended_handles():
             _log.warning(
                 "revive(): an object that was not given to it still refers to the ended %s. Do not "
                 "use that reference: give revive() the models and pipeline schedules that keep "
@@ -186,11 +186,13 @@ def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
     """
     numbers: dict[str, int] = {}
     for universe in _numbered(universes):
-        ranks = universe.groups.calls.ranks
-        numbers[ranks] = max(numbers.get(ranks, 0), universe.serial + 1)
+        fingerprint = universe.groups.calls.fingerprint
+        numbers[fingerprint] = max(numbers.get(fingerprint, 0), universe.serial + 1)
     for universe in universes:
         universe.groups.calls.on_revive()
-    compared = {ranks for universe in universes for ranks in universe.groups.calls.compared_ranks}
+    compared = {
+        each for universe in universes for each in universe.groups.calls.compared_fingerprints
+    }
     world.state(ComparedCalls).keep_counts(compared, numbers)
 
 
@@ -238,7 +240,7 @@ def _why_not(current: World, plan: _Plan) -> list[str]:
 
 def _why_no_group(current: World, ref: GroupRef, group: Group) -> list[str]:
     request = ref.request
-    if group.is_foreign:
+    if group.is_external:
         if request.way is not Way.DEFAULT_GROUP:
             return [
                 f"the {group.in_words()} was created by the program, which must create it again"
@@ -349,7 +351,7 @@ def _create_groups(plan: _Plan, world: World) -> None:
             if ref.request.way is Way.SPLIT:
                 _split(ref, world)
         for group in plan.groups.values():
-            if group.is_foreign:
+            if group.is_external:
                 group.become_live(world.default_group)
             elif group.state is State.PLANNED and group.was_live:
                 group.make(partial(create_by_members, world=world))

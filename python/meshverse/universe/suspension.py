@@ -78,5 +78,5 @@ def _made(all_groups: Sequence[UniverseGroups], axis_names: Collection[str] | No
         one
         for one in in_one_order(all_groups, axis_names)
         if one.group.state in (State.LIVE, State.SUSPENDED)
-        and (axis_names is not None or not one.group.is_foreign)
+        and (axis_names is not None or not one.group.is_external)
     ]

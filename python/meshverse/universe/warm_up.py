@@ -133,7 +133,7 @@ def _place_in_order(chosen: Chosen) -> tuple[list[int], str, list[int], str]:
     group = chosen.group
     ranks = list(group.request.my_ranks())
     distances = [rank - ranks[0] for rank in ranks]
-    return distances, group.request.options.name_digest, ranks, group.name
+    return distances, group.request.options.digest_without_timeout, ranks, group.name
 
 
 @contextlib.contextmanager
