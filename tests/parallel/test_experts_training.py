@@ -305,8 +305,8 @@ def train_with_sleeps(
 @pytest.mark.parametrize(
     ("name", "compiles", "n_sleeps"),
     [
-        pytest.param("ep 2 x tp 2", False, 2, marks=pytest.mark.sweep),
-        pytest.param("ep 2 x tp 2", True, 2, marks=pytest.mark.long),
+        pytest.param("ep 2 x tp 2", False, 2, marks=pytest.mark.long),
+        pytest.param("ep 2 x tp 2", True, 2, marks=pytest.mark.sweep),
         pytest.param("ep 2 x 2 replicas x 2 shards", False, 20, marks=pytest.mark.sweep),
         pytest.param("ep 2 x tp 2", True, 20, marks=pytest.mark.sweep),
     ],

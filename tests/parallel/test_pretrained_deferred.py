@@ -95,7 +95,12 @@ def _box(draw: random.Random, tensor: Tensor) -> list[tuple[int, int]]:
     return [(low, draw.randrange(low, size) + 1) for low, size in pairs]
 
 
-@pytest.mark.parametrize("seeds", in_tiers([range(500), range(500, 20_000)], [range(500)]))
+@pytest.mark.parametrize(
+    "seeds",
+    in_tiers(
+        [range(500), range(500, 5_000), range(5_000, 20_000)], [range(500)], [range(500, 5_000)]
+    ),
+)
 def test_any_movement_of_elements_is_that_of_torch(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
