@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import sys
 from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -634,6 +636,172 @@ def test_a_lost_rack_is_covered_if_its_hosts_say_so(
         shutil.rmtree(tmp_path / host)
     covered = None if None in racks else 1  # host 1 has the copies of host 0
     assert crew.run(_load_in_racks, 4, tmp_path) == [(covered, True)] * 4
+
+
+# --- What one rank cannot do ----------------------------------------------------------------------
+
+_ODD = 1  # of four ranks with a folder each; it exchanges no copies with rank 3
+
+
+def _raise_on_one_rank(refused: str, step: str) -> None:
+    if refused == step and dist.get_rank() == _ODD:
+        raise KeyError(f"no {step}")
+
+
+class _Value:
+    """A value that one rank cannot pickle, or not unpickle."""
+
+    def __init__(self, refused: str) -> None:
+        self.refused = refused
+
+    def __reduce__(self) -> Any:
+        _raise_on_one_rank(self.refused, "pickle")
+        return _restored, (self.refused,)
+
+
+def _restored(refused: str) -> _Value:
+    _raise_on_one_rank(refused, "unpickle")
+    return _Value(refused)
+
+
+class _Object:
+    """An object, a method of which raises on one rank."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.refused, self.loaded = refused, False
+
+    def state_dict(self) -> dict[str, Any]:
+        _raise_on_one_rank(self.refused, "state_dict")
+        return {"key": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _raise_on_one_rank(self.refused, "load_state_dict")
+        self.loaded = True
+
+
+def _message(call: Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(Exception, match=rf"\(on ranks \[{_ODD}\]\)$") as error:
+        call(*arguments)
+    return str(error.value)
+
+
+def _refused_load(root: Path, refused: str) -> tuple[str, list[float], bool, int | None]:
+    folder, is_odd = root / f"host{dist.get_rank()}", dist.get_rank() == _ODD
+    saved = {"a": torch.ones(2), "b": _Value(refused), "c": _Object()}
+    Snapshot(folder).save(1, saved)
+    dist.barrier()
+    state = {"a": torch.zeros(2), "b": 0, "c": _Object(refused)}
+    begun = folder / ".000000-00000000.000000000001.000000.snapshot"
+    if is_odd and refused == "clean-up":
+        begun.mkdir()  # unlink() refuses it
+    if is_odd and refused == "plan":
+        state["b"] = torch.ones(1).expand(3)
+    text = _message(Snapshot(folder).load, state)
+    if begun.exists():
+        begun.rmdir()
+    values = state["a"].tolist()
+    again = {"a": torch.zeros(2), "b": 0, "c": _Object()}
+    step = None if refused == "unpickle" else Snapshot(folder).load(again)
+    return text, values, state["c"].loaded, step
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        ("state_dict", "KeyError: 'no state_dict'"),
+        ("clean-up", r"\.000000-00000000\.000000000001\.000000\.snapshot"),
+        ("plan", "'b' is expanded"),
+        ("unpickle", r"'b' cannot be unpickled from \S+\.000000000001\.000001\.snapshot of rank 1"),
+    ],
+)
+def test_what_one_rank_cannot_load_raises_on_all_and_changes_nothing(
+    crew: Crew, tmp_path: Path, refused: str, message: str
+) -> None:
+    for text, values, is_loaded, step in crew.run(_refused_load, 4, tmp_path, refused):
+        assert re.search(message, text)
+        assert (values, is_loaded) == ([0.0] * 2, False)
+        assert step == (None if refused == "unpickle" else 1)
+
+
+def test_an_object_that_one_rank_cannot_load_raises_on_all(crew: Crew, tmp_path: Path) -> None:
+    loaded = crew.run(_refused_load, 4, tmp_path, "load_state_dict")
+    for rank, (text, _, is_loaded, step) in enumerate(loaded):
+        assert "state['c'] (_Object) raises KeyError: 'no load_state_dict'" in text
+        assert "the state may be loaded in part" in text
+        assert (is_loaded, step) == (rank != _ODD, 1)
+
+
+def _refused_save(root: Path, refused: str) -> tuple[str, set[str], int | None, list[float]]:
+    rank = dist.get_rank()
+    folder = root / f"host{rank}"
+    snapshot = Snapshot(folder, copies=1)
+    for step in (1, 2):
+        snapshot.save(step, {"a": torch.full((2,), float(step)), "b": 0})
+        dist.barrier()
+    state = {"a": torch.full((2,), 3.0), "b": _Value(refused), "large": torch.ones(10_000)}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == _ODD and refused in ("own file", "copy"):
+            owner = ".000001." if refused == "own file" else ".000000."
+            patch.setattr(os, "posix_fallocate", partial(_fill_disk, os.posix_fallocate, owner))
+        step = -3 if (refused, rank) == ("step", _ODD) else 3
+        text = _message(snapshot.save, step, state)
+    left = {name.rpartition("-")[2].split(".")[1] for name in os.listdir(folder)}
+    snapshot.save(3, {**state, "b": 0})
+    dist.barrier()
+    if rank == _ODD:
+        shutil.rmtree(folder)
+    dist.barrier()
+    loaded = {"a": torch.zeros(2), "b": 0, "large": torch.zeros(10_000)}
+    return text, left, Snapshot(folder).load(loaded), loaded["a"].tolist()
+
+
+def _fill_disk(allocate: Callable[..., None], owner: str, opened: int, *sizes: int) -> None:
+    if owner in os.readlink(f"/proc/self/fd/{opened}"):
+        raise OSError(errno.ENOSPC, "full")
+    allocate(opened, *sizes)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="files are named by /proc")
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        ("step", "step=-3: steps are counted from 0"),
+        ("pickle", "KeyError: 'no pickle'"),
+        ("own file", "does not fit into .*host1"),
+        ("copy", "does not fit into .*host1"),
+    ],
+)
+def test_what_one_rank_cannot_save_raises_on_all_and_can_be_saved_again(
+    crew: Crew, tmp_path: Path, refused: str, message: str
+) -> None:
+    for text, left, step, values in crew.run(_refused_save, 4, tmp_path, refused):
+        assert re.search(message, text)
+        assert "000000000003" not in left
+        assert (step, values) == (3, [3.0] * 2)  # of the lost host, from its copies
+
+
+def _refused_beginning(root: Path, refused: str) -> tuple[str, int | None]:
+    is_odd = dist.get_rank() == _ODD
+    folder = root / f"host{dist.get_rank()}"
+    snapshot = Snapshot(folder)
+    if is_odd and refused == "folder":
+        folder.rmdir()
+    text = _message(snapshot.save, -1 if is_odd and refused == "step" else 1, {"a": 1})
+    folder.mkdir(exist_ok=True)
+    snapshot.save(1, {"a": 1})
+    dist.barrier()
+    return text, Snapshot(folder).load({"a": 0})
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"), [("step", "step=-1: steps are counted from 0"), ("folder", "No such")]
+)
+def test_what_one_rank_cannot_begin_raises_on_all(
+    crew: Crew, tmp_path: Path, refused: str, message: str
+) -> None:
+    for text, step in crew.run(_refused_beginning, 4, tmp_path, refused):
+        assert message in text
+        assert step == 1
 
 
 # --- What a save and a load leave behind ----------------------------------------------------------

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["Hosts", "gathered", "meet", "partners_of"]
+from meshverse.parallel.pretrained.agreement import gathered, together
+
+__all__ = ["Hosts", "meet", "partners_of"]
 
 
 class Hosts(NamedTuple):
@@ -70,13 +73,6 @@ def partners_of(domains: Iterable[str]) -> list[int]:
     return partners
 
 
-def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every rank's value, by rank in the group."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def meet(folder: Path, attempt: str, domain: str | None, group: dist.ProcessGroup | None) -> Hosts:
     """Return which ranks share a folder. Each leaves a file in it and looks whose it finds.
 
@@ -90,17 +86,19 @@ def meet(folder: Path, attempt: str, domain: str | None, group: dist.ProcessGrou
 
     Raises:
         ValueError: ranks of one host have different domains, or only some ranks have one.
+        OSError: a rank cannot write into its folder, or list it; on all ranks.
     """
     rank, name = dist.get_rank(group), f"{socket.gethostname()}:{folder}"
     mark = folder / f".{attempt}.{rank}.here"
-    mark.touch()
     try:
-        dist.barrier(group=group)
-        found = [seen for seen in os.listdir(folder) if seen.startswith(f".{attempt}.")]
+        together(mark.touch, group)
+        listed = together(lambda: os.listdir(folder), group)  # once all have left their marks
+        found = [seen for seen in listed if seen.startswith(f".{attempt}.")]
         ranks = sorted(int(seen.split(".")[2]) for seen in found if seen.endswith(".here"))
-        every = gathered((ranks, name, domain), group)  # also waits until all ranks have looked
+        every = gathered((ranks, name, domain), group)
     finally:
-        mark.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others go on; the next attempt has other marks
+            mark.unlink()
     members = sorted({tuple(ranks): list(ranks) for ranks, _, _ in every}.values())
     domains = _domains(members, [domain for _, _, domain in every])
     partners = partners_of(domains) if len(set(domains)) > 1 else []

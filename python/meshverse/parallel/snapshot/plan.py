@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem
 
-from .file import Header, Record, SnapshotFile
+from .file import FileName, Header, Record, SnapshotFile
 from .values import Values
 
 __all__ = ["Place", "Plan", "part_of"]
@@ -152,17 +152,45 @@ class Plan:
             tensor.chunks.append(data.chunk)
         return Metadata(dict(found))
 
-    def read(self, sources: list[torch.Tensor]) -> None:
-        """Copy into the state: for each read, its tensor, or the bytes of its pickle."""
-        for (item, _), source in zip(self.reads, sources, strict=True):
+    def values(
+        self, sources: list[torch.Tensor], attempt: str, step: int
+    ) -> list[tuple[torch.Tensor | str, Any]]:
+        """Return what is read, and where it goes: a tensor's part, or the name of another value.
+
+        Args:
+            sources: for each read, its tensor, or the bytes of its pickle.
+            attempt: of the files, which errors name.
+            step: of the files.
+
+        Raises:
+            RuntimeError: a value cannot be unpickled.
+        """
+        found: list[tuple[torch.Tensor | str, Any]] = []
+        for (item, (place, _)), source in zip(self.reads, sources, strict=True):
             if _is_tensor(item):
-                target = self._planner.resolve_tensor(item).detach()
-                target.copy_(source)
-                self._planner.commit_tensor(item, target)
+                found.append((self._planner.resolve_tensor(item).detach(), source))
+                continue
+            name = item.dest_index.fqn
+            pickled = io.BytesIO(string_at(source.data_ptr(), source.numel()))
+            try:
+                found.append((name, torch.load(pickled, weights_only=False)))
+            except Exception as error:
+                file = FileName(attempt, step, place.owner)
+                raise RuntimeError(
+                    f"{name!r} cannot be unpickled from {file} of rank "
+                    f"{place.holder}: {type(error).__name__}: {error}. Nothing was loaded. Load "
+                    "with the classes and devices that the program had when it saved, or empty the "
+                    "folder and load a checkpoint"
+                ) from error
+        return found
+
+    def write(self, values: list[tuple[torch.Tensor | str, Any]]) -> None:
+        """Put what `values` returned into the state."""
+        for target, value in values:
+            if isinstance(target, torch.Tensor):
+                target.copy_(value)
             else:
-                pickled = io.BytesIO(string_at(source.data_ptr(), source.numel()))
-                value = torch.load(pickled, weights_only=False)
-                self._values.replace(item.dest_index.fqn, value)
+                self._values.replace(target, value)
 
 
 def part_of(file: SnapshotFile, record: Record, item: ReadItem) -> torch.Tensor:

@@ -7,20 +7,25 @@ import os
 import secrets
 import stat
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
+from meshverse.parallel.pretrained.agreement import gathered, together
+
 from .file import Contents, FileName, Header, Record, SnapshotFile, names_in
-from .hosts import Hosts, gathered, meet
+from .hosts import Hosts, meet
 from .plan import Place, Plan, part_of
 
 __all__ = ["Snapshot"]
 
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 _NAMED = 8  # values that a message lists
 
@@ -103,7 +108,8 @@ class Snapshot:
         Afterwards, the state may change. GPU tensors are copied synchronously, as a copy beside the
         next step must end before your program changes the state: pass what
         `torch.distributed.checkpoint.staging.DefaultStager` copied then. With `copies=1`, it also
-        waits for the copy, which the ranks send each other.
+        waits for the copy, which the ranks send each other; what fails on one rank raises on all
+        then, and nothing of the step is kept.
 
         Args:
             step: number of the state, from 0; larger than the last one.
@@ -118,28 +124,65 @@ class Snapshot:
                 object with a `state_dict()` that is not at the top level.
             OSError: the folder's file system is full.
         """
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"step={step!r} of type {type(step).__name__}: pass an int from 0.")
-        if step < 0:
-            raise ValueError(f"step={step}: steps are counted from 0.")
         if not self._attempt:
+            together(lambda: _check_step(step, -1), self._group)
             self._begin()
-        if step <= self._last:
-            raise ValueError(f"step {step} is not after step {self._last}, which is already saved")
+        begun: dict[FileName, SnapshotFile] = {}
+        try:
+            contents = self._agreed(lambda: self._write(step, state, begun))
+            if self.copies:
+                self._exchange_copies(begun)
+            for name, file in begun.items():
+                self._finish_file(name, file)
+        finally:
+            for file in begun.values():
+                file.remove_if_begun()
+        self._last, self._n_saved, self._pickles = step, self._n_saved + 1, contents.pickles
+
+    def _agreed(self, take: Callable[[], _Result]) -> _Result:
+        """Take a step of a save, and return its result. If copies are exchanged, all raise or none.
+
+        Raises:
+            Exception: see `together`.
+        """
+        if not self.copies:
+            return take()
+        failure: Exception | None = None
+        try:
+            result = take()
+        except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
+            failure = error
+
+        def outcome() -> _Result:
+            if failure:
+                raise failure
+            return result
+
+        return together(outcome, self._group) if self._is_any(failure is not None) else outcome()
+
+    def _is_any(self, flag: bool) -> bool:
+        """Whether a flag is set on some rank, which each asks of log2(number of ranks) others."""
+        seen, distance = torch.tensor([flag], dtype=torch.uint8, device="cpu"), 1
+        while distance < self._world_size:
+            other = torch.empty_like(seen)
+            before, behind = self._rank - distance, self._rank + distance
+            self._exchange({behind % self._world_size: seen}, {before % self._world_size: other})
+            seen, distance = seen | other, 2 * distance
+        return bool(seen)
+
+    def _write(
+        self, step: int, state: dict[str, Any], begun: dict[FileName, SnapshotFile]
+    ) -> Contents:
+        """Write this rank's file, and add it to those that are begun."""
+        _check_step(step, self._last)
         if self._n_saved == self.keep:
             self._remove_older_attempts()
         hosts = list(zip(self._hosts.names, self._hosts.ranks, strict=True))
         contents = Contents(_without_objects(state), self._pickles, self._world_size, hosts)
         name = FileName(self._attempt, step, self._rank)
-        file = self._begin_file(name, contents.n_bytes)
-        try:
-            file.write(contents)
-            self._finish_file(name, file)
-        finally:
-            file.remove_if_begun()
-        if self.copies:
-            self._exchange_copies(name, file)
-        self._last, self._n_saved, self._pickles = step, self._n_saved + 1, contents.pickles
+        begun[name] = self._begin_file(name, contents.n_bytes)
+        begun[name].write(contents)
+        return contents
 
     def _begin_file(self, name: FileName, n_bytes: int) -> SnapshotFile:
         """Return a file to write, under a name that no load reads: the oldest, or a new one."""
@@ -151,30 +194,35 @@ class Snapshot:
             if len(kept) < self.keep and oldest.n_bytes >= n_bytes:
                 return oldest
             begun.unlink()
-        return SnapshotFile(begun, n_bytes)
+        try:
+            return SnapshotFile(begun, n_bytes)
+        except OSError:
+            begun.unlink(missing_ok=True)
+            raise
 
     def _finish_file(self, name: FileName, file: SnapshotFile) -> None:
         file.rename(self.folder / str(name))
         self._kept[name.owner].append(file)
 
-    def _exchange_copies(self, name: FileName, file: SnapshotFile) -> None:
+    def _exchange_copies(self, begun: dict[FileName, SnapshotFile]) -> None:
+        """Send this rank's file to its partner, and add the copies of others' files to it."""
+        ((name, file),) = begun.items()
         used, partner = file.used(), self._hosts.partner()
         # On the CPU, whatever torch's default device is.
         sizes = {
             one: torch.zeros(1, dtype=torch.int64, device="cpu") for one in self._hosts.senders()
         }
         self._exchange({partner: torch.tensor([used.numel()], device="cpu")}, sizes)
-        copies: dict[int, SnapshotFile] = {}
-        try:
+        received: dict[int, torch.Tensor] = {}
+
+        def begin() -> None:
             for sender, size in sizes.items():
-                copies[sender] = self._begin_file(name._replace(owner=sender), int(size))
-            received = {sender: copy.bytes[: int(sizes[sender])] for sender, copy in copies.items()}
-            self._exchange({partner: used}, received)
-            for sender, copy in copies.items():
-                self._finish_file(name._replace(owner=sender), copy)
-        finally:
-            for copy in copies.values():
-                copy.remove_if_begun()
+                own = name._replace(owner=sender)
+                begun[own] = self._begin_file(own, int(size))
+                received[sender] = begun[own].bytes[: int(size)]
+
+        self._agreed(begin)
+        self._exchange({partner: used}, received)
 
     def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
         group = self._group
@@ -212,50 +260,58 @@ class Snapshot:
                 host have different failure domains; only some ranks have one; or ranks have
                 different `keep` or `copies`. As for `save`, if the state cannot be loaded into.
             TypeError: as for `save`.
+            RuntimeError: a value cannot be unpickled; or an object's `load_state_dict()` raised,
+                and the state may be loaded in part.
+
+        All ranks raise what fails on one of them. But for the last case, nothing was loaded.
         """
         self._begin()
-        for begun in self.folder.glob(".*.snapshot"):
-            if begun.name[1:] < self._attempt:  # an earlier run did not finish it
-                begun.unlink(missing_ok=True)
-        mine = [name for name in names_in(self.folder) if self._reads(name.owner)]
+        mine = together(self._clean_up, self._group)
         every: list[list[tuple[str, int]]] = gathered([name[:2] for name in mine], self._group)
         reasons = []
         # Even if there is no file: torch's `get_state_dict` makes a step of a new optimizer, and a
         # job that begins anew must compute the same whether it finds files or not.
-        target = _without_objects(state)
+        target = together(lambda: _without_objects(state), self._group)
         for attempt, step in sorted({key for keys in every for key in keys}, reverse=True):
-            part = {name.owner: name for name in mine if name[:2] == (attempt, step)}
-            if reason := self._load_step(part, state, target):
+            part = [name for name in mine if name[:2] == (attempt, step)]
+            if reason := self._load_step(attempt, step, part, state, target):
                 reasons.append(f"step {step} lacks {reason}")
                 continue
-            self._adopt(attempt, step)
+            together(partial(self._adopt, attempt, step), self._group)
             return step
         if reasons and self._rank == 0:
             _log.warning("No snapshot is whole: %s. Load a checkpoint.", "; ".join(reasons))
-        self._adopt("", 0)
+        together(lambda: self._adopt("", 0), self._group)
         return None
 
+    def _clean_up(self) -> list[FileName]:
+        """Remove what earlier runs have begun only, and return the files that this rank reads."""
+        for begun in self.folder.glob(".*.snapshot"):
+            if begun.name[1:] < self._attempt:
+                begun.unlink(missing_ok=True)
+        return [name for name in names_in(self.folder) if self._reads(name.owner)]
+
     def _load_step(
-        self, names: dict[int, FileName], state: dict[str, Any], target: dict[str, Any]
+        self,
+        attempt: str,
+        step: int,
+        names: list[FileName],
+        state: dict[str, Any],
+        target: dict[str, Any],
     ) -> str:
         """Load one step, and return what is missing of it; then, nothing has been loaded.
 
         Args:
-            names: files that this rank reads.
+            attempt: run of the job that saved it.
+            step: its number.
+            names: files of it that this rank reads.
             state: state to load.
             target: the same, without Stateful objects.
         """
-        files, headers = {}, {}
-        for owner, name in names.items():
-            try:
-                file = SnapshotFile(self.folder / str(name))
-            except (OSError, ValueError):  # it is empty, or gone
-                continue
-            header = file.header()
-            if header is not None and file.is_sound(header):
-                files[owner], headers[owner] = file, header
+        files, headers = together(lambda: self._sound(names), self._group)
         own = headers.get(self._rank)
-        plan = self._plan(target, {Place(self._rank, self._rank): own} if own is not None else {})
+        near = {Place(self._rank, self._rank): own} if own is not None else {}
+        plan = together(lambda: self._plan(target, near), self._group)
         alone = (
             own is not None
             and own.world_size == self._world_size
@@ -265,9 +321,8 @@ class Snapshot:
         everyone: list[dict[int, Header]] = []
         if not all(gathered(alone, self._group)):
             everyone = gathered(headers, self._group)
-            if not alone:
-                found = {Place(r, o): h for r, held in enumerate(everyone) for o, h in held.items()}
-                plan = self._plan(target, found)
+            far = {Place(r, o): h for r, held in enumerate(everyone) for o, h in held.items()}
+            plan = together(lambda: plan if alone else self._plan(target, far), self._group)
             every_plan: list[tuple[list[str], frozenset[str]]]
             every_plan = gathered((plan.missing, plan.names), self._group)
             missing = {text for texts, _ in every_plan for text in texts}
@@ -276,14 +331,23 @@ class Snapshot:
             )
             if missing:
                 return _in_words(sorted(missing), everyone)
-        plan.read(self._sources(plan, files))
-        for key, value in state.items():
-            if isinstance(value, Stateful):
-                value.load_state_dict(target[key])
-            else:
-                state[key] = target[key]
-        gathered(None, self._group)  # nobody overwrites a file that others still read
+        sources = self._sources(plan, files)
+        values = together(lambda: plan.values(sources, attempt, step), self._group)
+        together(lambda: _put(plan, values, state, target), self._group)
         return ""
+
+    def _sound(self, names: list[FileName]) -> tuple[dict[int, SnapshotFile], dict[int, Header]]:
+        """Return the files without damage and their headers, by owner."""
+        files, headers = {}, {}
+        for name in names:
+            try:
+                file = SnapshotFile(self.folder / str(name))
+            except (OSError, ValueError):  # it is empty, or gone
+                continue
+            header = file.header()
+            if header is not None and file.is_sound(header):
+                files[name.owner], headers[name.owner] = file, header
+        return files, headers
 
     def _without_place(self, everyone: list[dict[int, Header]], names: frozenset[str]) -> set[str]:
         """Return what was saved and is in no rank's state, in words.
@@ -310,15 +374,19 @@ class Snapshot:
         for item, (place, record) in plan.reads:
             if place.holder != self._rank:
                 wanted[place.holder].append((place.owner, record, item))
-        sent = {}
-        for rank, asked in enumerate(gathered(dict(wanted), self._group)):
-            if self._rank in asked:
-                parts = [part_of(files[owner], *what) for owner, *what in asked[self._rank]]
-                sent[rank] = torch.cat([_as_bytes(part) for part in parts])
-        received = {}
-        for holder, asked in wanted.items():
-            n_bytes = sum(_n_bytes(record, item) for _, record, item in asked)
-            received[holder] = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        every = gathered(dict(wanted), self._group)
+        sent, received = {}, {}
+
+        def make_room() -> None:
+            for rank, asked in enumerate(every):
+                if self._rank in asked:
+                    parts = [part_of(files[owner], *what) for owner, *what in asked[self._rank]]
+                    sent[rank] = torch.cat([_as_bytes(part) for part in parts])
+            for holder, asked in wanted.items():
+                n_bytes = sum(_n_bytes(record, item) for _, record, item in asked)
+                received[holder] = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+
+        together(make_room, self._group)
         self._exchange(sent, received)
         sources, read = [], dict.fromkeys(received, 0)
         for item, (place, record) in plan.reads:
@@ -342,7 +410,8 @@ class Snapshot:
 
     def _begin(self) -> None:
         """Begin an attempt: agree on its name, and see which ranks share a folder."""
-        newest = max((int(name.attempt[:6]) for name in names_in(self.folder)), default=0)
+        names = together(lambda: names_in(self.folder), self._group)
+        newest = max((int(name.attempt[:6]) for name in names), default=0)
         settings = (self.keep, self.copies)
         every = gathered((newest, secrets.token_hex(4), settings), self._group)
         if len({each for *_, each in every}) > 1:
@@ -386,6 +455,42 @@ def _check_owner(folder: Path) -> None:
             f"{stat.filemode(found.st_mode)}, so others than user {os.geteuid()} could write "
             "files, which load() unpickles. Choose another folder, or make it yours: chmod 700"
         )
+
+
+def _check_step(step: object, last: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step={step!r} of type {type(step).__name__}: pass an int from 0.")
+    if step < 0:
+        raise ValueError(f"step={step}: steps are counted from 0.")
+    if step <= last:
+        raise ValueError(f"step {step} is not after step {last}, which is already saved")
+
+
+def _put(
+    plan: Plan,
+    values: list[tuple[torch.Tensor | str, Any]],
+    state: dict[str, Any],
+    target: dict[str, Any],
+) -> None:
+    """Put values into a state and its objects.
+
+    Raises:
+        RuntimeError: an object's `load_state_dict()` raised, or a value cannot be copied.
+    """
+    what = "copying tensors"
+    try:
+        plan.write(values)
+        for key, value in state.items():
+            what = f"load_state_dict() of state[{key!r}] ({type(value).__name__})"
+            if isinstance(value, Stateful):
+                value.load_state_dict(target[key])
+            else:
+                state[key] = target[key]
+    except Exception as error:
+        raise RuntimeError(
+            f"{what} raises {type(error).__name__}: {error}. Now the state may be loaded in part: "
+            "create it anew before you load again"
+        ) from error
 
 
 def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
