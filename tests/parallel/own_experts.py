@@ -256,6 +256,17 @@ class KeepsLast(Own):
         return super().forward(hidden, expert_ids, weights)
 
 
+class Elsewhere(Own):
+    """Scales by a parameter that is registered elsewhere, if anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [nn.Parameter(torch.ones(1))]
+
+    def expert(self, rows: Tensor, number: int) -> Tensor:
+        return super().expert(rows, number) * self.scales[0]
+
+
 NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
     each.__name__: (each, message)
     for each, message in (
@@ -271,6 +282,7 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (Counts, "changes its ['load']"),
         (KeepsLast, "changes its ['last']"),
         (OtherArguments, "must take hidden states"),
+        (Elsewhere, "uses a tensor of shape (1,) and torch.float32, which requires a gradient"),
     )
 }
 
@@ -324,7 +336,10 @@ class CountsFeatures(Own):
 
 NO_FEATURES: dict[str, type[nn.Module]] = {
     each.__name__: each
-    for each in (NormInside, NormAnyWidth, NormBehind, NormInTraining, Largest, CountsFeatures)
+    for each in (
+        *(NormInside, NormAnyWidth, NormBehind, NormInTraining, Largest, CountsFeatures),
+        Elsewhere,
+    )
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -445,6 +446,39 @@ class AsksForDtype(MLP):
         return inner.to(weight.device, weight.dtype).sigmoid() / weight.shape[1]
 
 
+class Elsewhere(nn.Module):
+    """An MLP that scales features by a parameter of the module around it, which it refers to."""
+
+    def __init__(self, refer: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(1))
+        self.mlp = RefersTo(refer(self.gain))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.mlp(hidden) * self.gain
+
+
+class RefersTo(MLP):
+    def __init__(self, reference: Any) -> None:
+        super().__init__()
+        self.reference = reference
+
+    def between(self, inner: Tensor) -> Tensor:
+        return inner.sigmoid() * self.value().to(inner.dtype)
+
+    def value(self) -> Tensor:
+        if callable(self.reference):
+            return self.reference()
+        (first,) = self.reference
+        return first if isinstance(first, Tensor) else first.weight
+
+
+def module_with(parameter: nn.Parameter) -> nn.Module:
+    module = nn.PReLU()
+    module.weight = parameter
+    return module
+
+
 class OwnLoss(MLP):
     """A name that transformers' models have, too."""
 
@@ -517,6 +551,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "asks for a dtype": (AsksForDtype, UP_DOWN),
     "buffers of hidden states": (KeepsHidden, UP_DOWN),
     "a loss of its own": (OwnLoss, UP_DOWN),
+    "a constant elsewhere": (partial(RefersTo, [torch.full((2, 1, 1), 2.0)]), UP_DOWN),
     "shared by layers": (
         Shares,
         {f"layers.*.mlp.{name}": style for name, style in UP_DOWN.items()},
@@ -575,6 +610,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         f"{_GRADIENT}'scale'",
     ),
     "reads a weight": (ReadsWeight, UP_DOWN, f"{_TRIED}.*'up.weight' is read outside its layer"),
+    **{
+        f"a parameter elsewhere, {name}": (
+            partial(Elsewhere, refer),
+            {f"mlp.{each}": style for each, style in UP_DOWN.items()},
+            r"'mlp' \(RefersTo\).*'gain' of shape \(1,\) and torch.float64, which requires",
+        )
+        for name, refer in (
+            ("in a list", lambda gain: [gain]),
+            ("in a closure", lambda gain: lambda: gain),
+            ("of another module", lambda gain: [module_with(gain)]),
+        )
+    },
+    "a tensor elsewhere": (
+        partial(RefersTo, [torch.ones(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)]),
+        UP_DOWN,
+        r"a tensor of shape \(2, 1, 1\) and torch.bfloat16, which requires a gradient",
+    ),
     "a shared layer without a style": (
         SharesALayer,
         {f"first.{name}": style for name, style in UP_DOWN.items()},

@@ -3,7 +3,8 @@
 Names and shapes do not show what a forward does with its weights: whether it counts experts by
 them, which dim has the inner features, where the gates are, or what an expert adds to a token. So
 the forward is run: on random weights as a whole, and on the parts of all ranks, whose outputs must
-sum to the same, and so must the gradients of the inputs. It runs in training mode without dropout.
+sum to the same, and so must the gradients of the inputs. Nothing else may get gradients, as each
+rank would have a part of them. It runs in training mode without dropout.
 Nothing of the module is changed, and torch's random states are as before.
 """
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshverse.parallel.models.dropout import WithoutDropout
+from meshverse.parallel.models.leaves import in_words, other_leaves
 from meshverse.parallel.models.modules import child_name
 
 from .stacked import DOWN, StackedExperts
@@ -314,6 +316,19 @@ def _check_same(seen: _Tensors, expected: _Tensors) -> None:
         )
 
 
+def _check_leaves(probe: _Probe, whole: Tensor) -> None:
+    """Check that nothing else gets a gradient than the experts' parameters and the inputs.
+
+    Raises:
+        _Problem: something does.
+    """
+    for leaf in other_leaves([whole], [probe.hidden, probe.router]):
+        raise _Problem(
+            f"uses {in_words('', leaf.shape, leaf.dtype)}, so that each rank would get a part of "
+            "its gradient: apply it outside the module"
+        )
+
+
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or one.shape != other.shape:
         return False
@@ -339,6 +354,7 @@ def ask_for_experts(
     probe = _probe(name, module, experts, own, _STEP)
     try:
         whole = probe.whole()
+        _check_leaves(probe, whole)
         _check_same(probe.kept, probe.initial)
         if probe.form == "all":
             raise _Problem("takes weights for all experts")
@@ -414,6 +430,7 @@ def ask_for_features(
     ]
     try:
         whole = probe.whole()
+        _check_leaves(probe, whole)
         part = _first(possible, lambda part: _is_sum_of_features(probe, whole, part, size))
     except _Problem as problem:
         raise ValueError(

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator
 from math import prod
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,26 @@ from meshverse.parallel.models.dropout import WithoutDropout
 LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
 
 
+class Other(NamedTuple):
+    """A copy, in float32, of a tensor that requires a gradient and is registered elsewhere.
+
+    Attributes:
+        copied: the copy.
+        original: id of the tensor.
+        dtype: of the tensor.
+    """
+
+    copied: Tensor
+    original: int
+    dtype: torch.dtype
+
+
 class RandomCopies:
-    """Copies of modules with random weights in float32, in training mode, without hooks."""
+    """Copies of modules with random weights in float32, in training mode, without hooks.
+
+    Attributes:
+        others: tensors that the copied modules refer to.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -27,6 +45,7 @@ class RandomCopies:
         self.device = torch.device("cpu") if device.type == "meta" else device
         self._numbers: dict[float, Tensor] = {}  # of large weights, by their scale
         self._n_large = 0
+        self.others: list[Other] = []
 
     def copy(self, module: nn.Module) -> nn.Module:
         """Return a copy of a module.
@@ -48,7 +67,12 @@ class RandomCopies:
                 values = self.random(*buffer.shape)
                 is_float = buffer.is_floating_point()
                 memo[id(buffer)] = values if is_float else values.zero_().to(buffer.dtype)
+        registered = {*map(id, memo.values())}
         copied = copy.deepcopy(module, memo)
+        for key, each in memo.items():
+            if isinstance(each, Tensor) and each.requires_grad and id(each) not in registered:
+                self.others.append(Other(each, key, each.dtype))
+                each.data = each.data.float()
         for buffer in copied.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.float()

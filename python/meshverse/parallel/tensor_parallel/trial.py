@@ -4,7 +4,8 @@ A plan does not show what a forward does between a column-wise and a row-wise la
 features or heads at once (a softmax over features, halves of packed gate and up), compute with a
 number of heads, or use hidden states there whose gradient no layer sums. So the forward is run:
 whole, and once for each rank. The outputs must be the same, and so must the buffers that it leaves,
-and the gradients of the inputs and of the parameters outside the split layers.
+and the gradients of the inputs and of the parameters outside the split layers. No other tensors may
+get gradients: of one that is registered elsewhere, a rank may have a part that no layer sums.
 
 Modules run in training mode, but without dropout, which draws other numbers for fewer features.
 No process communicates, nothing of the model is changed, and torch's random state is as before.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshverse._torch_compat.module_hooks import has_forward_hooks
+from meshverse.parallel.models.leaves import in_words, other_leaves
 from meshverse.parallel.models.modules import child_name
 
 from .calls import Inputs, calls_in, hidden_states
@@ -38,7 +40,7 @@ from .emulated_ranks import (
     relative_error,
 )
 from .equal_modules import Attribute, SameForm, add_to_forms, attributes_in, note_reads
-from .random_copies import RandomCopies
+from .random_copies import Other, RandomCopies
 from .regions import closed_regions
 
 _Styles = dict[str, ParallelStyle]
@@ -73,6 +75,11 @@ _OF_GRADIENTS = (
 _OF_WEIGHTS = (
     "A rank has only a part of it, in a DTensor. Compute with the layers' outputs, keep what is "
     "computed from whole weights in a buffer, or remove the layer from the plan."
+)
+_OF_OTHERS = (
+    "Each rank may get a part of its gradient, which nothing sums. Register it in the module "
+    "(self.name = parameter), with an entry in the plan, or remove the module's layers from the "
+    "plan."
 )
 _OF_CHECKPOINTS = (
     "Do not checkpoint a part of this module inside its forward: checkpoint the call of the whole "
@@ -127,6 +134,7 @@ def try_plan(
     Raises:
         ValueError: a module gives other outputs or gradients with its parts.
     """
+    names = {id(each): name for name, each in model.named_parameters()}
     trials: dict[str, _Trial] = {}
     problems: dict[str, str] = {}
     for region in closed_regions(styles):
@@ -135,7 +143,7 @@ def try_plan(
         if has_hooks_inside(module):
             problems[region] = "it has hooks, without which it is tried"
         if all(is_emulated(module.get_submodule(name), style) for name, style in inside.items()):
-            trials[region] = _Trial(region, module, inside, counts, size)
+            trials[region] = _Trial(region, module, inside, counts, size, names)
         else:
             problems[region] = "layers in it have styles or layouts that a trial does not know"
     calls, known = calls_in(model, trials)
@@ -185,8 +193,9 @@ class _Trial:
         styles: Mapping[str, ParallelStyle],
         counts: Mapping[int, Mapping[str, int]],
         size: int,
+        names: Mapping[int, str],
     ) -> None:
-        self._name = name or type(module).__name__
+        self._name, self._names = name or type(module).__name__, names
         self.module, self.styles, self._size = module, styles, size
         self._counts = {
             own: counts[id(each)] for own, each in module.named_modules() if id(each) in counts
@@ -247,6 +256,8 @@ class _Trial:
 
     def _compare(self, copies: RandomCopies, whole: nn.Module, inputs: Inputs) -> str:
         expected, inputs_of_whole, kept = self._run_whole(copies, whole, inputs)
+        if others := other_leaves(expected, [*whole.parameters(), *inputs_of_whole]):
+            return f"its forward uses {self._in_words(others[0], copies)}. {_OF_OTHERS}"
         ranks = EmulatedRanks(whole, self.styles, self._counts, self._size)
         leaves: dict[int, list[Tensor]] = {}  # by rank
         buffers: dict[int, dict[str, Tensor]] = {}
@@ -308,7 +319,8 @@ class _Trial:
         Raises:
             _Untried: the forward does not run on the inputs.
         """
-        shared: dict[int, Any] = {id(each): each for each in whole.parameters()}
+        others = (each.copied for each in copies.others)
+        shared: dict[int, Any] = {id(each): each for each in (*whole.parameters(), *others)}
         try:
             with copies.same_random_state():
                 module = copy.deepcopy(whole, shared)
@@ -318,6 +330,11 @@ class _Trial:
         if not output or not output[0].isfinite().all():
             raise _Untried(f"its output is {output[:1]}")
         return output, leaves, self._buffers(module)
+
+    def _in_words(self, leaf: Tensor, copies: RandomCopies) -> str:
+        itself = Other(leaf, id(leaf), leaf.dtype)  # such as of a closure, which is not copied
+        other = next((each for each in copies.others if each.copied is leaf), itself)
+        return in_words(self._names.get(other.original, ""), leaf.shape, other.dtype)
 
     def _buffers(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the dense buffers outside split layers, whose own buffers torch distributes."""
