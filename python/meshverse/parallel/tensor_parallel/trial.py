@@ -256,8 +256,8 @@ class _Trial:
 
     def _compare(self, copies: RandomCopies, whole: nn.Module, inputs: Inputs) -> str:
         expected, inputs_of_whole, kept = self._run_whole(copies, whole, inputs)
-        if others := other_leaves(expected, [*whole.parameters(), *inputs_of_whole]):
-            return f"its forward uses {self._in_words(others[0], copies)}. {_OF_OTHERS}"
+        for leaf in other_leaves(expected, [*whole.parameters(), *inputs_of_whole]):
+            return f"its forward uses {self._in_words(leaf, copies)}. {_OF_OTHERS}"
         ranks = EmulatedRanks(whole, self.styles, self._counts, self._size)
         leaves: dict[int, list[Tensor]] = {}  # by rank
         buffers: dict[int, dict[str, Tensor]] = {}
