@@ -16,6 +16,7 @@ from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
+from meshverse.tools.commands.summary import summary_line
 from meshverse.universe.registry import WorldUniverses
 from meshverse.world import World
 from trainer_views import Degrees, five_views
@@ -70,6 +71,14 @@ def test_slicing_asks_for_no_group(mesh) -> None:
     mesh["dp"].get_group()
     DeviceMesh.concatenate([mesh["pp"], mesh["tp"]]).get_all_groups()
     assert mesh.universe.explain() == before
+
+
+def test_the_summary_of_a_run_says_what_torch_reuses_too(mesh) -> None:
+    mesh.flatten("world")  # on the default group, as in torch
+    said = summary_line([mesh.universe.explain()])
+    assert said == (
+        "Requested 4 process groups: 3 created, 1 reused (1 of them by torch, too). Saved: 0."
+    )
 
 
 def test_text_names_axes_layouts_ranks_and_origin(mesh) -> None:
@@ -177,7 +186,7 @@ def test_backends_that_nobody_named_are_reported_by_their_names() -> None:
     status, out, err = Forked(["-c", _WITHOUT_A_BACKEND]).communicate()
     assert status == 0, err
     report = json.loads(out)
-    assert "undefined" not in report["text"]
+    assert "undefined" not in report["text"] + report["options"]
     assert "gloo" in report["backend"]
     assert report["saved_bytes"] > 0
 
@@ -197,7 +206,17 @@ report = mesh.universe.explain()
 from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
 (group, *_) = report.groups
 saved = estimate_bytes(group.backend, 2, dict.fromkeys(COMMUNICATOR_BYTES, 7))
-print(json.dumps({"text": str(report), "backend": group.backend, "saved_bytes": saved}))
+options = next(iter(mesh.universe.groups)).request.options.in_words()  # as errors have it
+print(
+    json.dumps(
+        {
+            "text": str(report),
+            "backend": group.backend,
+            "saved_bytes": saved,
+            "options": options,
+        }
+    )
+)
 """
 
 

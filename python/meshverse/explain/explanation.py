@@ -241,8 +241,8 @@ class Explanation:
         if self.n_duplicates:
             foot.append(
                 f"{in_other_universes(self.n_duplicates)} To share them, create their meshes with "
-                'universe=, or call meshverse.install(share="world") before the first mesh, unless '
-                "they must overlap."
+                'universe=, or call meshverse.install(share="world") before the first mesh, if all '
+                "ranks use these meshes in the same order."
             )
         return foot
 
@@ -270,8 +270,8 @@ class Explanation:
 def in_surplus(n_surplus: int) -> str:
     """Return a sentence about process groups that are copies of earlier ones."""
     return (
-        f"{n_surplus} of these process groups {'is a copy' if n_surplus == 1 else 'are copies'} of "
-        "one that another universe had created before, with the same ranks and options."
+        f"{n_surplus} of these process groups {'has' if n_surplus == 1 else 'have'} the same ranks "
+        "and options as groups that another root mesh had created before."
     )
 
 

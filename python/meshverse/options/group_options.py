@@ -22,9 +22,12 @@ from datetime import timedelta
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeAlias
 
+import torch.distributed as dist
+
 from meshverse._core import OptionsKey, data_in
 from meshverse._torch_compat.backends import (
     IGNORED_OPTION_FIELDS,
+    backend_in_words,
     canonical_backend,
     check_backend,
     default_backend,
@@ -261,7 +264,10 @@ class GroupOptions:
 
     def in_words(self) -> str:
         """Return all options as a string for messages, such as "'gloo', timeout=1800s"."""
-        return str(self.key).removeprefix("OptionsKey(").removesuffix(")")
+        words = str(self.key).removeprefix("OptionsKey(").removesuffix(")")
+        if self.backend != dist.Backend.UNDEFINED:
+            return words
+        return words.replace(repr(self.backend), repr(backend_in_words(self.backend)), 1)
 
     def with_tag(self, tag: str) -> GroupOptions:
         """Return these options with another tag, under which alone the group is shared."""

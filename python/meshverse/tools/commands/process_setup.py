@@ -129,8 +129,9 @@ class _Report(WorldState):
         n_surplus = sum(explanation.n_surplus for explanation in explanations)
         if n_surplus:
             lines.append(
-                f"{in_surplus(n_surplus)} To share them, pass --share world, unless meshes must "
-                "overlap."
+                f"{in_surplus(n_surplus)} To share them, pass --share world, if all ranks use "
+                "these meshes in the same order: otherwise the job can hang or compute wrong "
+                "numbers. Steps that overlap them may slow down."
             )
         if queues := shared_group_conflicts(explanations):
             lines.append(

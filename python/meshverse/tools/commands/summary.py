@@ -17,12 +17,15 @@ def summary_line(explanations: Iterable[Explanation]) -> str:
     requested = sum(each.requested for each in all_of_them)
     created = sum(each.created for each in all_of_them)
     planned = sum(each.planned for each in all_of_them)
+    reused = requested - created - planned
+    saved = sum(each.saved for each in all_of_them)
     saved_bytes = sum(each.saved_bytes for each in all_of_them)
     text = (
         f"Requested {counted(requested, 'process group')}: {created} created, "
         + (f"{planned} planned (lazy), " if planned else "")
-        + f"{requested - created - planned} reused. "
-        f"Saved: {sum(each.saved for each in all_of_them)}"
+        + f"{reused} reused"
+        + (f" ({reused - saved} of them by torch, too)" if reused > saved else "")
+        + f". Saved: {saved}"
     )
     text += f" (about {in_bytes(saved_bytes)} of device memory)" * bool(saved_bytes)
     return text + f", {planned} of them not created so far" * bool(planned) + "."
