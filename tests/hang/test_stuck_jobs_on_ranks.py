@@ -184,7 +184,7 @@ _CASES = [
             " number 13 on axis dp, ranks 5, 7 (pp=1, tp=1), float32 (",
             "as number 13: operation all_gather on rank 5; all_reduce on rank 7. Rank 5",
             "Rank 5 (pp=1, dp=0, tp=1) skipped all_reduce number 13 on axis dp (rank 7: hang/",
-            " in log_loss): in earlier rounds of these calls, it comes before what it called",
+            " in log_loss): in earlier repetitions of these calls, it came before what this rank",
         ),
     ),
     Stuck(
@@ -193,7 +193,7 @@ _CASES = [
         (
             "Rank 5 (pp=1, dp=0, tp=1) skipped barrier number 3 on the default group (ranks 0-4, ",
             "6, 7: hang/stuck_job.py:",
-            " in skips_a_barrier_in_the_third_step): in earlier rounds of these calls, it comes",
+            " in skips_a_barrier_in_the_third_step): in earlier repetitions of these calls, it came",
         ),
     ),
     Stuck(

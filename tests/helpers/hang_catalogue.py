@@ -83,7 +83,7 @@ _LOG = reduces("world", shape=(1,), line=8)
 _STEP = [_GATHER, _SCATTER, _LOG]
 _TP_STEP = [reduces("tp", line=5), reduces("tp", line=6), reduces("world", "barrier", line=8)]
 _EITHER = "Either a rank skipped an earlier call, or its arguments are wrong."
-_NO_SKIP = ("skipped all_", "skipped barrier", "skipped reduce_", "skipped broad", "earlier rounds")
+_NO_SKIP = ("skipped all_", "skipped barrier", "skipped reduce_", "skipped broad", "earlier repetitions")
 _DEAD = _missing("Verdict: there is no dump of rank 3")
 
 CATALOGUE = [
@@ -163,8 +163,8 @@ CATALOGUE = [
             "Stuck: all_reduce or all_gather number 9 on the default group, ranks 0-3, "
             "float32 (1,) or float32 (33,), for",
             "Rank 3 (x=3) skipped all_reduce number 9 on the default group (ranks 0-2: "
-            "me/train.py:8 in train): in earlier rounds of these calls, it comes before what it "
-            "called instead.",
+            "me/train.py:8 in train): in earlier repetitions of these calls, it came before what "
+            "this rank called instead.",
         ),
         gloo=_mismatch("Rank 3 (x=3) skipped all_reduce number 9 on the default group (ranks 0-2"),
     ),
@@ -235,7 +235,8 @@ CATALOGUE = [
         Job([_TP_STEP * 3] * 3 + [_TP_STEP * 2 + [_TP_STEP[0], _TP_STEP[2]]], _SQUARE),
         _deadlock(
             "Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp (rank 2: me/train.py:6 in "
-            "train): in earlier rounds of these calls, it comes before what it called instead."
+            "train): in earlier repetitions of these calls, it came before what this rank called "
+            "instead."
         ),
         gloo=_deadlock("Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp (rank 2: me/"),
     ),

@@ -421,8 +421,8 @@ class ReportFormatter(NamedTuple):
             "" if skip.n_skipped in (None, 1) else f"{skip.n_skipped} calls, the first of them "
         )
         how = (
-            "in earlier rounds of these calls, it comes before what "
-            f"{'they called' if len(skip.ranks) > 1 else 'it called'} instead"
+            "in earlier repetitions of these calls, it came before what "
+            f"{'these ranks' if len(skip.ranks) > 1 else 'this rank'} called instead"
             if skip.is_by_rounds
             else f"{'their' if len(skip.ranks) > 1 else 'its'} next calls are those which the "
             "other ranks made after it"

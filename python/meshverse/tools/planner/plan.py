@@ -491,8 +491,8 @@ def _warnings(groups: Sequence[PlannedGroup], places: Sequence[Places]) -> tuple
         if len(group.axes) > 1 and group.size > 1:
             warnings.append(
                 f"Axes {', '.join(group.axes)} share one process group: their collectives run one "
-                "after the other. To let them overlap, give one of them its own group: --isolate "
-                f"{group.axes[-1]}, or isolate= in Python."
+                "after the other. An axis that must overlap gets a group of its own with --isolate "
+                "AXIS, or isolate= in Python."
             )
     for level in places:
         smallest, largest = level.sizes

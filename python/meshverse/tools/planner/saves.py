@@ -45,6 +45,11 @@ _MEASURED = "your measurement, which plan() got as communicator_bytes="
 
 UNKNOWN = (
     (
+        "Whether the views share at all: their meshes must derive from one mesh or be created with "
+        "universe=, or the job must run with --share world. Separate calls of init_device_mesh "
+        "save nothing."
+    ),
+    (
         "Which groups the program uses, so the savings are upper bounds. A group without a "
         "collective costs nothing, unless the default group is bound to a device or has torch "
         "2.15's default backend: NCCL then creates its communicator at once."
