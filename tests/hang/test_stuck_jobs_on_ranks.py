@@ -193,7 +193,7 @@ _CASES = [
         (
             "Rank 5 (pp=1, dp=0, tp=1) skipped barrier number 3 on the default group (ranks 0-4, ",
             "6, 7: hang/stuck_job.py:",
-            " in skips_a_barrier_in_the_third_step): in earlier repetitions of these calls, it came",
+            " in skips_a_barrier_in_the_third_step): in earlier repetitions of these calls, it",
         ),
     ),
     Stuck(

@@ -83,7 +83,7 @@ _LOG = reduces("world", shape=(1,), line=8)
 _STEP = [_GATHER, _SCATTER, _LOG]
 _TP_STEP = [reduces("tp", line=5), reduces("tp", line=6), reduces("world", "barrier", line=8)]
 _EITHER = "Either a rank skipped an earlier call, or its arguments are wrong."
-_NO_SKIP = ("skipped all_", "skipped barrier", "skipped reduce_", "skipped broad", "earlier repetitions")
+_NO_SKIP = ("skipped all_", "skipped barrier", "skipped reduce_", "skipped broad", "earlier rep")
 _DEAD = _missing("Verdict: there is no dump of rank 3")
 
 CATALOGUE = [
