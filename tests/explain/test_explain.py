@@ -77,7 +77,8 @@ def test_the_summary_of_a_run_says_what_torch_reuses_too(mesh) -> None:
     mesh.flatten("world")  # on the default group, as in torch
     said = summary_line([mesh.universe.explain()])
     assert said == (
-        "Requested 4 process groups: 3 created, 1 reused (1 of them by torch, too). Saved: 0."
+        "Requested 4 process groups: 3 created, 1 reused (torch would reuse 1 of them, too). "
+        "Saved: 0."
     )
 
 

@@ -24,7 +24,7 @@ def summary_line(explanations: Iterable[Explanation]) -> str:
         f"Requested {counted(requested, 'process group')}: {created} created, "
         + (f"{planned} planned (lazy), " if planned else "")
         + f"{reused} reused"
-        + (f" ({reused - saved} of them by torch, too)" if reused > saved else "")
+        + (f" (torch would reuse {reused - saved} of them, too)" if reused > saved else "")
         + f". Saved: {saved}"
     )
     text += f" (about {in_bytes(saved_bytes)} of device memory)" * bool(saved_bytes)
