@@ -184,7 +184,7 @@ _CASES = [
             " number 13 on axis dp, ranks 5, 7 (pp=1, tp=1), float32 (",
             "as number 13: operation all_gather on rank 5; all_reduce on rank 7. Rank 5",
             "Rank 5 (pp=1, dp=0, tp=1) skipped all_reduce number 13 on axis dp (rank 7: hang/",
-            " in log_loss): in earlier repetitions of these calls, it came before what this rank",
+            " in log_loss): in earlier repetitions of these calls, it came before what rank 5",
         ),
     ),
     Stuck(

@@ -164,7 +164,7 @@ CATALOGUE = [
             "float32 (1,) or float32 (33,), for",
             "Rank 3 (x=3) skipped all_reduce number 9 on the default group (ranks 0-2: "
             "me/train.py:8 in train): in earlier repetitions of these calls, it came before what "
-            "this rank called instead.",
+            "rank 3 called instead.",
         ),
         gloo=_mismatch("Rank 3 (x=3) skipped all_reduce number 9 on the default group (ranks 0-2"),
     ),
@@ -235,7 +235,7 @@ CATALOGUE = [
         Job([_TP_STEP * 3] * 3 + [_TP_STEP * 2 + [_TP_STEP[0], _TP_STEP[2]]], _SQUARE),
         _deadlock(
             "Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp (rank 2: me/train.py:6 in "
-            "train): in earlier repetitions of these calls, it came before what this rank called "
+            "train): in earlier repetitions of these calls, it came before what rank 3 called "
             "instead."
         ),
         gloo=_deadlock("Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp (rank 2: me/"),

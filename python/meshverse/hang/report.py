@@ -422,7 +422,7 @@ class ReportFormatter(NamedTuple):
         )
         how = (
             "in earlier repetitions of these calls, it came before what "
-            f"{'these ranks' if len(skip.ranks) > 1 else 'this rank'} called instead"
+            f"{_ranks(skip.ranks)} called instead"
             if skip.is_by_rounds
             else f"{'their' if len(skip.ranks) > 1 else 'its'} next calls are those which the "
             "other ranks made after it"
