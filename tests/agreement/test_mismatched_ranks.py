@@ -81,7 +81,7 @@ def _one_is_not_in_a_hurry() -> tuple[list[str], str]:
 @pytest.mark.long
 def test_ranks_that_wait_long_say_so_and_for_whom(crew: Crew) -> None:
     answers = crew.run(_one_is_not_in_a_hurry, 4)
-    missing = "2 of 3 members joined; missing: ranks [2]. Those that did not join may be"
+    missing = "2 of 3 members joined; missing: ranks [2]. Those that joined may have made"
     [warning] = [warning for warnings, _ in answers for warning in warnings]  # not one a rank
     assert (
         "has waited 15 s to create the process group of axis 'dp' with ranks [0, 1, 2]" in warning

@@ -133,7 +133,7 @@ def test_members_that_never_come_are_named(crew: Crew) -> None:
     (message, seconds), *others = crew.run(_used_by_one_member_only, 4)
     assert message.startswith(
         "Rank 0 could not create the process group of axis 'tp' with ranks [0, 1]: rank 0 waited "
-        "0:00:02: 1 of 2 members joined; missing: ranks [1]. Those that did not join may be"
+        "0:00:02: 1 of 2 members joined; missing: ranks [1]. Those that joined may have made"
     )
     assert seconds >= 2
     assert {result for result, _ in others} == {"not used"}

@@ -83,6 +83,28 @@ def test_that_calls_wait_for_one_another_is_sure_only_where_starts_are_recorded(
     assert ("not recorded (TORCH_NCCL_ENABLE_TIMING=1)" in verdict) == ("may" in said)
 
 
+def test_of_a_shared_group_a_report_says_that_earlier_results_may_be_wrong() -> None:
+    def report(label: str, second: dict[int, Sequence[Call]]) -> str:
+        records = _records({"dp": range(2), "tp": range(2)}, {0: [_call("dp", 3)], **second})
+        for record in records.values():
+            record.groups["dp"] = GroupSeen(label, range(2))
+        return ReportFormatter().text(find_stuck(records))
+
+    skipped: dict[int, Sequence[Call]] = {1: [_call("tp", 3)]}
+    other: dict[int, Sequence[Call]] = {1: [_call("dp", 3, operation="broadcast")]}
+    late: dict[int, Sequence[Call]] = {1: [_call("dp", 2, done=True)]}
+    dead: dict[int, Sequence[Call]] = {}
+    shared, doubt = (
+        "axis dp (shared with ep, fsdp)",
+        "Earlier results may be wrong: the axes dp, ep, fsdp share",
+    )
+    for second in (skipped, other, late):
+        assert report(shared, second).count(doubt) == 1
+        assert "Earlier results" not in report("axis dp", second)
+    assert "Earlier results" not in report(shared, dead)
+    assert "Earlier results" not in report(shared, {1: [_call("dp", 3)]})
+
+
 def test_all_have_come() -> None:
     (found,) = find_stuck(_records({"dp": range(2)}, {rank: [_call("dp", 3)] for rank in (0, 1)}))
     assert found.cause is Cause.UNKNOWN

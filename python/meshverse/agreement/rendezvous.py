@@ -419,9 +419,10 @@ class _Attempt:
         name, _, number = self.key.rpartition("/")
         before = self._read(f"{name}/{int(number) - 1}/outcome")
         return (
-            f"{'; '.join(found + elsewhere)}. Those that did not join may be slow, dead, or "
-            "building other meshes. All ranks of a mesh must make it over the same ranks and use "
-            "its lazy groups; either all ranks of a job run with meshverse.install(), or none."
+            f"{'; '.join(found + elsewhere)}. Those that joined may have made an extra "
+            "call; the others may be slow, dead, or building other meshes. All ranks of a mesh "
+            "must make it over the same ranks, and make the same calls that create or first use "
+            "its groups. Either all ranks of a job run with meshverse.install(), or none."
             + (
                 f" The attempt before failed: {before}"
                 if before and not before.startswith(_ALL_JOINED)

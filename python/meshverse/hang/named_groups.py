@@ -18,6 +18,7 @@ from .records import (
     GroupSeen,
     RankRecord,
     axes_in_words,
+    axes_of,
     complete_default_group,
     world_size_of,
 )
@@ -207,7 +208,7 @@ class MeshSizes:
                 if seen.label == DEFAULT_GROUP:
                     continue
                 if seen.ranks is None:
-                    axis = next((one for one in _axes_of(seen.label) if one in self._sizes), None)
+                    axis = next((one for one in axes_of(seen.label) if one in self._sizes), None)
                     ranks = None if axis is None else self._along(axis, rank)
                     record.groups[name] = seen._replace(ranks=ranks)
                     continue
@@ -234,7 +235,7 @@ class MeshSizes:
         for axis in self._sizes:
             first: dict[range, tuple[int, str]] = {}
             for rank, record in records.items():
-                own = {n: s.ranks for n, s in record.groups.items() if axis in _axes_of(s.label)}
+                own = {n: s.ranks for n, s in record.groups.items() if axis in axes_of(s.label)}
                 along = self._along(axis, rank)
                 known = [ranks for ranks in own.values() if ranks is not None]
                 if known and not any(sorted(ranks) == list(along) for ranks in known):
@@ -271,14 +272,6 @@ class MeshSizes:
         if not along or not all(coordinates) or not n_ranks == len(set(ranks)) == len(ranks):
             return ""
         return f"{'axes' if len(along) > 1 else 'axis'} {', '.join(along)}"
-
-
-def _axes_of(label: str) -> list[str]:
-    """Return the axes in a label such as "axis fsdp (shared with batch)"."""
-    if not label.startswith("axis "):
-        return []
-    first, _, shared = label.removeprefix("axis ").removesuffix(")").partition(" (shared with ")
-    return [first, *filter(None, shared.split(", "))]
 
 
 def _axis(text: str) -> AxisLayout:

@@ -269,6 +269,14 @@ def axes_in_words(axes: Sequence[str]) -> str:
     return f"axis {first}" + (f" (shared with {', '.join(others)})" if others else "")
 
 
+def axes_of(label: str) -> list[str]:
+    """Return the axes in such a label; [] of a group without axes."""
+    if not label.startswith("axis "):
+        return []
+    first, _, others = label.removeprefix("axis ").removesuffix(")").partition(" (shared with ")
+    return [first, *filter(None, others.split(", "))]
+
+
 def world_size_of(records: Mapping[int, RankRecord]) -> int | None:
     """Return the number of ranks of the default group; None if the records do not have its ranks.
 

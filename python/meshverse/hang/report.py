@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 from meshverse.wording import rank_ranges
 
-from .records import CALLED_AT, Call, GroupSeen, Progress, group_in_words, short_line
+from .records import (
+    CALLED_AT,
+    Call,
+    GroupSeen,
+    Progress,
+    axes_of,
+    group_in_words,
+    short_line,
+)
 from .verdicts import Cause, Missing, Skip, Stuck, shapes_in_words
 
 Coordinates = Callable[[int], Mapping[str, int]]
@@ -55,21 +63,22 @@ class ReportFormatter(NamedTuple):
     why_no_dump: Callable[[int], str] = lambda _: ""
 
     def text(self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None) -> str:
-        """Return one paragraph per stuck call.
+        """Return one paragraph per stuck call, and one on groups that several axes share.
 
         Args:
             stuck: all stuck calls.
             about: stuck calls to report; by default all.
         """
         by_name = _with_callers(stuck)
+        told = list(by_name.values()) if about is None else [by_name[each.name] for each in about]
         said: set[str] = set()
         paragraphs = []
-        for one in by_name.values() if about is None else (by_name[each.name] for each in about):
+        for one in told:
             is_said = one.cause is Cause.DEADLOCK and said.issuperset(one.cycle)
             if one.cause is Cause.DEADLOCK:
                 said.update(one.cycle)
             paragraphs.append("\n".join(self._lines(one, by_name, is_said=is_said)))
-        return "\n\n".join(paragraphs)
+        return "\n\n".join([*paragraphs, *_doubts_on_results(told, by_name)])
 
     def data(
         self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None
@@ -527,6 +536,29 @@ _WITHOUT_RECORD = {
     "interpreter lock,\n                 or without meshverse.watch()",
     NoRecord.NO_STORE: "flight recorder unreadable",
 }
+
+
+def _doubts_on_results(told: Iterable[Stuck], by_name: Mapping[str, Stuck]) -> Iterator[str]:
+    """Yield which axes may have had wrong results before the hang, if a rank skipped a call.
+
+    In a group of several axes, a later call of another axis takes the place of the skipped one, if
+    operation, type and size are the same.
+    """
+    names = dict.fromkeys(
+        name
+        for one in told
+        if one.cause in (Cause.DEADLOCK, Cause.MISMATCH)
+        or (one.cause is Cause.MISSING and any(each.is_recorded for each in one.missing))
+        for name in (one.name, *one.cycle)
+    )
+    shared = {name: axes for name in names if len(axes := axes_of(by_name[name].seen.label)) > 1}
+    if shared:
+        groups = " and ".join(dict.fromkeys(", ".join(axes) for axes in shared.values()))
+        yield (
+            f"Earlier results may be wrong: the axes {groups} share a process group. If a rank "
+            "skipped a call on one of them, a later call on another took its place, unless its "
+            "operation, dtype or size differs."
+        )
 
 
 def _data(call: Call) -> dict[str, Any]:

@@ -43,6 +43,15 @@ def test_groups_of_one_rank_have_no_communicator() -> None:
     assert (costs.groups, costs.communicators) == ((7, 4), (6, 3))
 
 
+def test_the_groups_that_are_shared_are_named() -> None:
+    costs = saves(plan(_VIEWS, rank=13))
+    assert sum(one.stock_copies - 1 for one in costs.shared) == costs.groups[0] - costs.groups[1]
+    lines = re.findall(r"^  (\w[\w ]*?) +(\d+) +x(\d+)$", str(costs), re.MULTILINE)
+    assert lines == [("pp", "2", "2"), ("dp batch", "4", "2"), ("tp", "4", "2")]
+    assert not saves(plan(["a=2,b=4"])).shared
+    assert "Created once" not in str(saves(plan(["a=2,b=4"])))
+
+
 def test_ranges_are_sums_over_the_communicators() -> None:
     costs = saves(plan(["a=2,b=4"]))
     assert costs.memory == ((2 * COMMUNICATOR_BYTES["nccl"], 544e6 + 688e6),) * 2
@@ -77,7 +86,7 @@ def test_every_figure_names_its_source(capsys) -> None:
     assert main(command) == 0
     text = capsys.readouterr().out
     rows = re.findall(r"^  (\S[\w -]+?)  +\d", text, re.MULTILINE)
-    assert rows == ["process groups", "communicators", "device memory", "start-up"]
+    assert rows == ["process groups", "communicators", "device memory", "start-up", "pp", "tp"]
     for row in ("process groups", "device memory", "start-up"):
         assert f"\n{row}: " in text
     assert text.count("https://github.com/NVIDIA/nccl/issues/") >= 3
@@ -85,6 +94,7 @@ def test_every_figure_names_its_source(capsys) -> None:
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["communicators"] == {"torch": 7, "meshverse": 5}
+    assert data["shared"] == [{"axes": [name], "size": 8, "torch": 2} for name in ("pp", "tp")]
     assert data["memory"]["torch"]["least"] < data["memory"]["torch"]["most"]
     assert set(data["sources"]) == {"process groups", "device memory", "start-up"}
 

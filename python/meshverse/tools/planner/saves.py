@@ -29,7 +29,8 @@ _ISSUE = "https://github.com/NVIDIA/nccl/issues/"
 
 _SOURCES = {
     "process groups": (
-        "computed from the views. torch's DeviceMesh creates a group for each axis of each view"
+        "computed from the views. torch's DeviceMesh creates a group for each axis of each view. The "
+        "default group, of all ranks, is not counted"
     ),
     "device memory": (
         "from the default buffers in NCCL's user guide (NCCL_BUFFSIZE) for a ring over 16 channels "
@@ -98,6 +99,11 @@ class Saves:
     start: tuple[Range, Range] | None
     sources: Mapping[str, str]
 
+    @property
+    def shared(self) -> list[PlannedGroup]:
+        """The groups that torch would create several times, and Meshverse once."""
+        return [group for group in self.plan.groups if group.created and group.stock_copies > 1]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as plain data, ready for JSON."""
         ranges = {"memory": self.memory, "start": self.start}
@@ -112,6 +118,10 @@ class Saves:
                 name: both and dict(zip(("torch", "meshverse"), both, strict=True))
                 for name, both in costs.items()
             },
+            "shared": [
+                {"axes": list(one.axes), "size": one.size, "torch": one.stock_copies}
+                for one in self.shared
+            ],
             "sources": dict(self.sources),
             "unknown": list(UNKNOWN),
         }
@@ -176,6 +186,11 @@ def _text(costs: Saves) -> Iterator[str]:
             cells = (" to ".join(dict.fromkeys(map(shown, each))) for each in (*ranges, saved))
             rows.append([what, *cells])
     yield from aligned(rows, right=range(1, 4))
+    if shared := costs.shared:
+        yield "Created once, where torch creates several:"
+        rows = [["axes", "size", "torch creates"]]
+        rows += [[" ".join(one.axes), f"{one.size:,}", f"x{one.stock_copies}"] for one in shared]
+        yield from aligned(rows, right=range(1, 3))
     if costs.memory is None:
         yield f"For communicators of backend {costs.plan.backend}, there are no figures."
     yield ""
