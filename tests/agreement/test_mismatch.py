@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh as stock
 
 from helpers.crew import WORLD_TIMEOUT_SECONDS, Crew
 from helpers.differing import (
@@ -25,7 +26,7 @@ from helpers.differing import (
 )
 from helpers.tiers import in_tiers
 from helpers.turns import say_when_compared, wait_for_comparison
-from meshverse import DeviceMesh, Universe, init_device_mesh, isolate
+from meshverse import DeviceMesh, Universe, init_device_mesh, installed, isolate
 from meshverse.agreement import ComparedCalls
 from meshverse.store import StoreKeys
 
@@ -226,6 +227,26 @@ def _descriptions(message: str) -> list[tuple[int, str]]:
     """Each rank that the error names, with its mesh."""
     found = re.findall(r"^  rank (\d): (.*\n    .*)$", message, re.MULTILINE)
     return [(int(rank), text) for rank, text in found]
+
+
+def _with_torchs_names(calls: str) -> str:
+    shape = (4, 1) if dist.get_rank() == ODD_RANK else (2, 2)
+    ranks = torch.arange(4).view(shape)
+    with installed():
+        if calls == "init_device_mesh":
+            return error_of(lambda: stock.init_device_mesh("cpu", shape, mesh_dim_names=AXES))
+        return error_of(lambda: stock.DeviceMesh("cpu", ranks, mesh_dim_names=AXES))
+
+
+@pytest.mark.parametrize("calls", ["init_device_mesh", "DeviceMesh"])
+def test_the_error_names_the_function_of_torch_that_the_program_called(
+    crew: Crew, calls: str
+) -> None:
+    descriptions = {
+        text for error in crew.run(_with_torchs_names, 4, calls) for _, text in _descriptions(error)
+    }
+    assert descriptions
+    assert all(text.startswith(f"{calls} (dp=") for text in descriptions), descriptions
 
 
 def _unchecked(way: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 _OUR_PACKAGE = __name__.partition(".")[0]
 _STOCK_MODULE = "torch.distributed.device_mesh"
@@ -15,10 +16,29 @@ def fsdp2_is_creating() -> bool:
     This looks at the caller: the innermost frame that is neither ours nor in the file of torch's
     mesh class. Importing FSDP2 to replace its functions would take 0.7 s.
     """
+    for module, _ in _callers():
+        if module != _STOCK_MODULE:
+            return module.startswith(_FSDP2_PACKAGE + ".")
+    return False
+
+
+def name_of_constructor() -> str:
+    """Return what the program called to get the mesh that is being constructed, for messages.
+
+    torch's `init_device_mesh` is such a function; others construct a `DeviceMesh` themselves.
+    """
+    is_torchs = next(_callers(), None) == (_STOCK_MODULE, "init_device_mesh")
+    return "init_device_mesh" if is_torchs else "DeviceMesh"
+
+
+def _callers() -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of each function outside of this package, the innermost first.
+
+    It is torch's or the program's.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module != _STOCK_MODULE and module.partition(".")[0] != _OUR_PACKAGE:
-            return module.startswith(_FSDP2_PACKAGE + ".")
+        if module.partition(".")[0] != _OUR_PACKAGE:
+            yield module, frame.f_code.co_name
         frame = frame.f_back
-    return False

@@ -192,6 +192,8 @@ class DeviceMesh(StockDeviceMesh):
         _rank_map: torch.Tensor | None = None,
         _root_mesh: StockDeviceMesh | None = None,
     ) -> None:
+        from meshverse._torch_compat.callers import name_of_constructor
+
         tags_before: tuple[str, ...] = ()
         check_universe(universe)
         if mesh is not None:
@@ -224,7 +226,7 @@ class DeviceMesh(StockDeviceMesh):
             MeshDescription(device_type, layout, names, preserve_rank_order).with_tags(tags),
             rank_map,
             overrides=normalize_overrides(backend_override, names, len(layout)),
-            call="DeviceMesh",
+            call=name_of_constructor(),
             universe=universe,
             init_backend=_init_backend,
             rank=_rank,
