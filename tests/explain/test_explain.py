@@ -106,7 +106,7 @@ def test_options_are_a_column_where_they_differ() -> None:
         universe = Universe(8)
         init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), universe=universe)
         init_device_mesh("cpu", (8,), mesh_dim_names=("own",), universe=universe, isolate="own")
-        _, alike, titles, *rows, _, _ = str(universe.explain()).splitlines()
+        _, alike, titles, *rows = str(universe.explain()).splitlines()
     assert alike == "All groups: backend fake."
     assert re.split("  +", titles.strip())[-2:] == ["options", "group"]
     options = [re.split("  +", row.strip())[-2] for row in rows]
@@ -120,13 +120,22 @@ def test_why_groups_of_the_same_ranks_are_not_shared_is_said_below() -> None:
         universe = mesh.universe
         init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "b", "c"), universe=universe)
         universe.group([1, 5], name="long", timeout=timedelta(seconds=50))
-        *_, meaning, said = str(universe.explain()).splitlines()
-        assert meaning.startswith("Saved: ")
+        *_, said = str(universe.explain()).splitlines()
         assert said == (
             "Several groups have the ranks 1, 5, because options differ: dp (fake, timeout=1800s, "
             "tag='a'); dp (fake, timeout=1800s); long (fake, timeout=50s)."
         )
         assert said in html.unescape(universe.explain()._repr_html_())
+
+
+def test_what_reused_means_is_said_where_a_group_was_reused() -> None:
+    with fake_world(8, 5):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        assert "Reused: " not in str(mesh.universe.explain())
+        init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"), universe=mesh.universe)
+        reused, saved = str(mesh.universe.explain()).splitlines()[-2:]
+        assert reused.startswith("Reused: ")
+        assert saved.startswith("Saved: ")
 
 
 def test_groups_of_the_same_ranks_that_are_no_second_ones_are_not_said() -> None:
@@ -224,7 +233,7 @@ print(
 def test_text_stays_short_for_large_groups() -> None:
     with fake_world(4096, 17):
         mesh = init_device_mesh("cpu", (4, 1024), mesh_dim_names=("dp", "tp"))
-        row = str(mesh.universe.explain()).splitlines()[-3]
+        row = str(mesh.universe.explain()).splitlines()[-1]
     assert "1,024  0, 1, 2, 3, 4, 5, ... 1023  created by its members" in row
     assert len(row) < 200
 

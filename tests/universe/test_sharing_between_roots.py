@@ -51,7 +51,7 @@ class TestWorldWide:
         assert other.universe is not mesh.universe
         assert other.get_group("tp") is mesh.get_group("tp")
         hows = [group.how for group in other.universe.explain().groups]
-        assert hows == ["shared with another mesh"] * 2
+        assert hows == [f"shared with axis '{name}' of another mesh" for name in ("dp", "tp")]
         assert (other.universe.explain().created, other.universe.explain().saved) == (0, 2)
 
     def test_by_torchs_own_names_too(self) -> None:

@@ -28,7 +28,10 @@ _LONGEST_NAME = 60  # characters of an axis or a thread in a text; data have all
 
 _MEANING = (
     "Reused: served by an existing group.",
-    "Saved: groups that torch would also have created. It reuses the default group, too.",
+    (
+        "Saved: reused groups that torch would have created again. For an axis over all ranks, "
+        "torch uses the default group, too."
+    ),
 )
 
 
@@ -224,7 +227,7 @@ class Explanation:
         return [f"All groups: {equal}."] if equal else [], rows, numbers
 
     def _foot(self) -> list[str]:
-        foot = [*_MEANING]
+        foot = [*_MEANING] if self.reused else []
         foot += [
             f"Shared, and called by several threads: {_axes_in_words(group)} (ranks "
             f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "

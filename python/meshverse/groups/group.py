@@ -56,6 +56,7 @@ class State(enum.Enum):
     ENDED = enum.auto()
 
 
+_SHOWN_AXES = 3  # of other meshes, in a table
 _NOBODY = (0, object())  # as `Group._maker`
 
 
@@ -449,8 +450,18 @@ class GroupRef:
         elif self.is_planned:
             words = "not created yet (lazy)"
         elif not self.created:
-            words = "shared with another mesh"
+            words = f"shared with {self._other_axes(group)}another mesh"
         else:
             words = f"{way.value} at first use" if group.is_lazy else way.value
         reason = self.request.all_ranks_reason
         return words if reason is None else f"{words} ({reason})"
+
+    def _other_axes(self, group: Group) -> str:
+        """Return the axes of other universes that use a group: "axis dp of ", or ""."""
+        others = (ref for ref in group.refs.alive() if ref is not self)
+        names = [*dict.fromkeys(name for ref in others for name in ref.requests)]
+        if not names:
+            return ""
+        more = f" and {len(names) - _SHOWN_AXES} more" * (len(names) > _SHOWN_AXES)
+        axes = ", ".join(map(repr, names[:_SHOWN_AXES]))
+        return f"ax{'i' if len(names) == 1 else 'e'}s {axes}{more} of "

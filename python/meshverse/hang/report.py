@@ -70,15 +70,17 @@ class ReportFormatter(NamedTuple):
             about: stuck calls to report; by default all.
         """
         by_name = _with_callers(stuck)
-        told = list(by_name.values()) if about is None else [by_name[each.name] for each in about]
+        reported = (
+            list(by_name.values()) if about is None else [by_name[each.name] for each in about]
+        )
         said: set[str] = set()
         paragraphs = []
-        for one in told:
+        for one in reported:
             is_said = one.cause is Cause.DEADLOCK and said.issuperset(one.cycle)
             if one.cause is Cause.DEADLOCK:
                 said.update(one.cycle)
             paragraphs.append("\n".join(self._lines(one, by_name, is_said=is_said)))
-        return "\n\n".join([*paragraphs, *_doubts_on_results(told, by_name)])
+        return "\n\n".join([*paragraphs, *_doubts_on_results(reported, by_name)])
 
     def data(
         self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None
@@ -538,7 +540,7 @@ _WITHOUT_RECORD = {
 }
 
 
-def _doubts_on_results(told: Iterable[Stuck], by_name: Mapping[str, Stuck]) -> Iterator[str]:
+def _doubts_on_results(reported: Iterable[Stuck], by_name: Mapping[str, Stuck]) -> Iterator[str]:
     """Yield which axes may have had wrong results before the hang, if a rank skipped a call.
 
     In a group of several axes, a later call of another axis takes the place of the skipped one, if
@@ -546,7 +548,7 @@ def _doubts_on_results(told: Iterable[Stuck], by_name: Mapping[str, Stuck]) -> I
     """
     names = dict.fromkeys(
         name
-        for one in told
+        for one in reported
         if one.cause in (Cause.DEADLOCK, Cause.MISMATCH)
         or (one.cause is Cause.MISSING and any(each.is_recorded for each in one.missing))
         for name in (one.name, *one.cycle)

@@ -146,5 +146,6 @@ class _Report(WorldState):
                 lines[-1] += f" Calls: of the last {recorder_size():,} on this rank."
         lines = [part for line in lines for part in paragraph(line, "  ")]
         if self._explains:
-            lines += [str(explanation) for explanation in explanations]
+            # Without what is said of them above.
+            lines += [f"\n{replace(each, n_duplicates=0)}" for each in explanations]
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201  # the command's output

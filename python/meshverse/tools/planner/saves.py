@@ -29,8 +29,8 @@ _ISSUE = "https://github.com/NVIDIA/nccl/issues/"
 
 _SOURCES = {
     "process groups": (
-        "computed from the views. torch's DeviceMesh creates a group for each axis of each view. The "
-        "default group, of all ranks, is not counted"
+        "computed from the views. torch's DeviceMesh creates a group for each axis of each view. "
+        "The default group, of all ranks, is not counted"
     ),
     "device memory": (
         "from the default buffers in NCCL's user guide (NCCL_BUFFSIZE) for a ring over 16 channels "
