@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshverse.parallel.collectives.steps import check_is_same, gathered, together
 from meshverse.parallel.models.modules import child_name, stage_of
 
 from .adapters import adapter_of, adapter_places, first_values
-from .agreement import check_is_same, gathered, together
 from .deferred import Deferred, Known, Source, source_of
 from .files import ADAPTER_WEIGHTS, CheckpointFiles, FilePart, read_folder
 from .new_values import new_values

@@ -28,10 +28,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshverse.parallel.collectives.steps import (
+    check_is_same,
+    gathered,
+    on_first_rank,
+    rank_in,
+    sent_from,
+    together,
+)
 from meshverse.parallel.models.modules import stage_of
 
 from .adapters import adapter_of, adapter_places, save_adapter
-from .agreement import check_is_same, gathered, on_first_rank, rank_in, sent_from, together
 from .deferred import Box, Deferred, Source, read, source_of
 from .files import (
     ADAPTER_WEIGHTS,

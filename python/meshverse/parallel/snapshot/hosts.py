@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from meshverse.parallel.pretrained.agreement import gathered, together
+from meshverse.parallel.collectives.steps import gathered, together
 
 __all__ = ["Hosts", "meet", "partners_of"]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from meshverse.parallel.pretrained.agreement import gathered, together
+from meshverse.parallel.collectives.steps import gathered, together
 
 from .file import Contents, FileName, Header, Record, SnapshotFile, names_in
 from .hosts import Hosts, meet
