@@ -96,13 +96,13 @@ def test_of_a_shared_group_a_report_says_that_earlier_results_may_be_wrong() -> 
     dead: dict[int, Sequence[Call]] = {}
     shared, doubt = (
         "axis dp (shared with ep, fsdp)",
-        "Earlier results may be wrong: the axes dp, ep, fsdp share",
+        "earlier results may be wrong: the axes dp, ep, fsdp share",
     )
     for second in (skipped, other, late):
         assert report(shared, second).count(doubt) == 1
-        assert "Earlier results" not in report("axis dp", second)
-    assert "Earlier results" not in report(shared, dead)
-    assert "Earlier results" not in report(shared, {1: [_call("dp", 3)]})
+        assert "earlier results" not in report("axis dp", second)
+    assert "earlier results" not in report(shared, dead)
+    assert "earlier results" not in report(shared, {1: [_call("dp", 3)]})
 
 
 def test_all_have_come() -> None:

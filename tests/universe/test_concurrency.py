@@ -169,6 +169,9 @@ def _change_and_read(universe: Universe, number: int, times: int) -> None:
             universe.memory_stats()
             meshverse.load_mesh(meshverse.save_mesh(root))
             list(universe.meshes), universe.draw(), repr(universe)
+            for ref in universe.groups:
+                assert ref.group is not None
+                ref.group.in_words()  # as errors do
 
 
 def test_threads_read_what_other_threads_are_adding_to() -> None:

@@ -51,7 +51,7 @@ class TestWorldWide:
         assert other.universe is not mesh.universe
         assert other.get_group("tp") is mesh.get_group("tp")
         hows = [group.how for group in other.universe.explain().groups]
-        assert hows == [f"shared with axis '{name}' of another mesh" for name in ("dp", "tp")]
+        assert hows == ["shared with another mesh"] * 2  # of the same names
         assert (other.universe.explain().created, other.universe.explain().saved) == (0, 2)
 
     def test_by_torchs_own_names_too(self) -> None:
@@ -60,6 +60,12 @@ class TestWorldWide:
             other = stock_init_device_mesh("cpu", (2, 4), mesh_dim_names=("x", "y"))
         assert isinstance(other, DeviceMesh)
         assert other.get_group("y") is mesh.get_group("tp")
+        (dp, tp), (x, y) = (each.universe.explain().groups for each in (mesh, other))
+        assert (x.how, y.how) == tuple(
+            f"shared with axis '{n}' of another mesh" for n in ("dp", "tp")
+        )
+        assert dp.how == "created by its members, shared with axis 'x' of another mesh"
+        assert tp.how == "created by its members, shared with axis 'y' of another mesh"
 
     def test_what_counts_is_ranks_not_layouts(self) -> None:
         mesh = _mesh()

@@ -344,7 +344,7 @@ class Group:
 
     def in_words(self) -> str:
         """Return the group's axes and ranks, for messages. O(group size)."""
-        names = dict.fromkeys(name for ref in self.refs.alive() for name in ref.requests)
+        names = dict.fromkeys(name for ref in self.refs.alive() for name in list(ref.requests))
         axes = " or ".join(map(repr, names)) or repr(self.request.axis_name)
         ranks = f"[{rank_list(self.request.my_ranks())}]"
         return f"process group of axis {axes} with ranks {ranks}"
@@ -450,18 +450,23 @@ class GroupRef:
         elif self.is_planned:
             words = "not created yet (lazy)"
         elif not self.created:
-            words = f"shared with {self._other_axes(group)}another mesh"
+            words = f"shared with {self._other_axes(group) or 'another mesh'}"
         else:
             words = f"{way.value} at first use" if group.is_lazy else way.value
+            if others := self._other_axes(group):
+                words += f", shared with {others}"
         reason = self.request.all_ranks_reason
         return words if reason is None else f"{words} ({reason})"
 
     def _other_axes(self, group: Group) -> str:
-        """Return the axes of other universes that use a group: "axis dp of ", or ""."""
-        others = (ref for ref in group.refs.alive() if ref is not self)
-        names = [*dict.fromkeys(name for ref in others for name in ref.requests)]
+        """Return the axes of other names that use a group in other universes; "" if there are none.
+
+        Of the same name are also those of this universe's parts, whose requests are counted here.
+        """
+        of_others = (name for ref in group.refs.alive() for name in list(ref.requests))
+        names = [name for name in dict.fromkeys(of_others) if name not in self.requests]
         if not names:
             return ""
         more = f" and {len(names) - _SHOWN_AXES} more" * (len(names) > _SHOWN_AXES)
         axes = ", ".join(map(repr, names[:_SHOWN_AXES]))
-        return f"ax{'i' if len(names) == 1 else 'e'}s {axes}{more} of "
+        return f"ax{'i' if len(names) == 1 else 'e'}s {axes}{more} of another mesh"

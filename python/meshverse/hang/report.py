@@ -557,9 +557,9 @@ def _doubts_on_results(reported: Iterable[Stuck], by_name: Mapping[str, Stuck]) 
     if shared:
         groups = " and ".join(dict.fromkeys(", ".join(axes) for axes in shared.values()))
         yield (
-            f"Earlier results may be wrong: the axes {groups} share a process group. If a rank "
-            "skipped a call on one of them, a later call on another took its place, unless its "
-            "operation, dtype or size differs."
+            f"If a rank skipped a call, earlier results may be wrong: the axes {groups} share a "
+            "process group, where a later call of another axis then took the place of the skipped "
+            "one, unless its operation, dtype or size differs."
         )
 
 
