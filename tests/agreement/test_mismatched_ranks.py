@@ -87,6 +87,7 @@ def test_ranks_that_wait_long_say_so_and_for_whom(crew: Crew) -> None:
         "has waited 15 s to create the process group of axis 'dp' with ranks [0, 1, 2]" in warning
     )
     assert missing in warning
+    assert re.search(r"This rank waits at .*differing\.py:\d+; ", warning)
     for rank, (_, message) in enumerate(answers):
         if rank > 1:
             assert message == "no error"

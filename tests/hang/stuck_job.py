@@ -208,6 +208,13 @@ class _Stage(torch.nn.Module):
         return x * self.weight
 
 
+def skips_a_mesh(job: Job) -> None:
+    if job.is_odd:
+        load_data()
+    mesh = meshverse.init_device_mesh("cpu", (4, 2), mesh_dim_names=("edp", "ep"))
+    dist.all_reduce(job.tensor, group=mesh.get_group("ep"))
+
+
 def sleeps_in_a_pipeline(job: Job) -> None:
     index = dist.get_rank(job.pp)
     stage = PipelineStage(_Stage(job), index, 2, torch.device("cpu"), group=job.pp)
@@ -274,6 +281,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
         loses_a_receive,
         receives_from_any,
         skips_a_group,
+        skips_a_mesh,
         sleeps_in_a_pipeline,
         exchanges_without_one,
         is_slow,

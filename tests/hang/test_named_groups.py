@@ -43,7 +43,7 @@ def test_one_ranks_file_names_the_groups_of_all(make, writer: int) -> None:
             coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
             assert names.coordinates(rank) == coordinate
             for use in uses:
-                label, ranks, _ = record.groups[use.name]
+                label, ranks, *_ = record.groups[use.name]
                 first, *others = use.requests
                 shared = f" (shared with {', '.join(others)})" if others else ""
                 assert (label, list(ranks)) == (f"axis {first}{shared}", use.request.my_ranks())

@@ -318,6 +318,31 @@ def test_ranks_that_wait_in_new_group_are_said_to_wait(start) -> None:
 
 
 @pytest.mark.long
+def test_a_rank_that_does_not_create_a_mesh_is_named_to_those_that_wait_for_others(start) -> None:
+    job = start("skips_a_mesh")
+    job.wait_for(lambda: len(job.causes()) >= 2)
+    texts = "\n".join(one["text"] for one in job.verdicts())
+    group = "creation of the process group of axis"
+    verdict = "rank 5 (pp=1, dp=0, tp=1) has not joined it: look at hang/stuck_job.py:"
+    for axis, ranks, waiting in (
+        ("edp", "1, 3, 5, 7 (tp=1)", "ranks 1, 3, 7"),
+        ("ep", "4, 5 (pp=1, dp=0)", "rank 4"),
+    ):
+        _, there, missing, said = re.findall(
+            rf"Stuck: {group} '{axis}', ranks {re.escape(ranks)}, for .*\n.*\n.*\n.*", texts
+        )[0].splitlines()
+        assert f"waiting there: {waiting} at hang/stuck_job.py:" in there
+        assert missing.endswith(" in load_data")
+        assert verdict in said
+    # Other pairs wait for ranks 1, 3 and 7.
+    for one in job.verdicts():
+        if one not in job.causes():
+            assert (
+                f"waits in {group} 'edp', ranks 1, 3, 5, 7 (tp=1). There, {verdict}" in one["text"]
+            )
+
+
+@pytest.mark.long
 def test_each_rank_of_the_group_hears_of_it_and_a_slow_rank_is_taken_back(start) -> None:
     job = start("is_slow")
     job.wait_for(lambda: len(job.verdicts() + job.verdicts("heard")) >= _SIZE - 1)

@@ -75,6 +75,22 @@ class Joined(NamedTuple):
     texts: list[str]
 
 
+class Waiting(NamedTuple):
+    """A rendezvous that a thread of this process has joined, which may wait for other members.
+
+    Attributes:
+        key: name of the attempt: the same on all members, and of no other one.
+        label: description of the group that the members create, for messages.
+        ranks: global ranks of the members.
+        since: time at which it joined, in seconds since the epoch.
+    """
+
+    key: str
+    label: str
+    ranks: Sequence[int]
+    since: float
+
+
 class LeftoverError(Exception):
     """Signal that the members of a rendezvous use a leftover: a group that they have already.
 
@@ -88,9 +104,14 @@ class LeftoverError(Exception):
 
 
 class Rendezvous(WorldState):
-    """All rendezvous of this rank in one world, and the way to join one."""
+    """All rendezvous of this rank in one world, and the way to join one.
+
+    Attributes:
+        waits: the rendezvous that threads are in, by the identifier of the thread.
+    """
 
     def __init__(self) -> None:
+        self.waits: dict[int, Waiting] = {}
         self._next_attempts: dict[str, int] = {}  # number of the next attempt, by name
         self._joined_first: dict[str, list[str]] = {}  # keys of attempts to remove, by name
         self._complete: set[str] = set()  # names of rendezvous that all members have joined once
@@ -139,9 +160,11 @@ class Rendezvous(WorldState):
             number = self._next_attempts.get(name, 0)
             key = f"rendezvous/{name}/{number}"
             attempt = _Attempt(self, store, world, key, label, ranks, text)
+            self.waits[threading.get_ident()] = Waiting(key, label, ranks, time.time())
             try:
                 outcome, was_immediate = attempt.join_and_wait(timeout, check)
             finally:
+                self.waits.pop(threading.get_ident(), None)
                 if attempt.joined_first:
                     self._joined_first.setdefault(name, []).append(attempt.key)
                 if attempt.is_complete:
@@ -344,14 +367,18 @@ class _Attempt:
                     next_look = waited + look
                     self._look_for_deadlock()
                 if waited > _WARNING_SECONDS and self.joined_first and not has_warned:
+                    from meshverse.program_line import program_line
+
                     has_warned = True  # one line for all members
                     _log.warning(
-                        "Rank %d has waited %g s to create %s with ranks [%s]: %s",
+                        "Rank %d has waited %g s to create %s with ranks [%s]: %s This rank waits "
+                        "at %s; meshverse.watch() logs where the missing ones are.",
                         self._rank,
                         _WARNING_SECONDS,
                         self._label,
                         rank_list(self._ranks),
                         self._missing(),
+                        program_line(),
                     )
 
     def _read(self, key: str) -> str:

@@ -21,10 +21,17 @@ from meshverse._torch_compat.flight_recorder import (
     sequence_number,
     wait_of_frame,
 )
-from meshverse.hooks import find_group_optional, finest_coordinate, universes_here
+from meshverse.hooks import (
+    Rendezvous,
+    World,
+    find_group_optional,
+    finest_coordinate,
+    universes_here,
+)
 from meshverse.store import StoreKeys
 
 from .records import (
+    CREATION,
     KEPT,
     Call,
     GroupSeen,
@@ -88,6 +95,7 @@ def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecor
         if thread in before and before[thread].frame is wait.frame:
             _add_wait(record, wait)
     frames = sys._current_frames()
+    _add_creations(record, frames)
     main = _joined(threading.main_thread().ident, frames)
     record.doing = _doing(main)
     for group, thread in threads.items():
@@ -121,10 +129,29 @@ def _waits(now: float) -> dict[int, FrameWait]:
     return found
 
 
+def _creations() -> dict[int, Any]:
+    """Return the waits of this process for members that create a group with it, by thread."""
+    world = World.current()
+    return {} if world is None else dict(world.state(Rendezvous).waits)
+
+
 def longest_wait() -> float:
-    """Return for how many seconds a thread has been seen in its call of torch.distributed."""
+    """Return for how many seconds a thread waits to create a group, or in torch.distributed.
+
+    A call of torch.distributed counts from when it was first seen.
+    """
     now = time.time()
-    return max((now - wait.since for wait in _waits(now).values()), default=0.0)
+    waits = [*_waits(now).values(), *_creations().values()]
+    return max((now - wait.since for wait in waits), default=0.0)
+
+
+def _add_creations(record: RankRecord, frames: Mapping[int, FrameType]) -> None:
+    """Add a call for each thread that waits for members which create a group with it."""
+    for thread, wait in _creations().items():
+        line = line_of(_innermost_first(frames.get(thread)))
+        call = Call(wait.key, 0, CREATION, False, wait.since, line=line)
+        record.calls.append(call._replace(is_recorded=False))
+        record.groups[wait.key] = GroupSeen(wait.label, list(wait.ranks), is_new=True)
 
 
 def _name_groups(record: RankRecord) -> None:
@@ -369,7 +396,7 @@ def _identity(group: str, seen: GroupSeen | None) -> str:
 def _to_text(record: RankRecord) -> str:
     pending = {call.group for call in record.pending()}
     groups = {
-        name: [seen.label, _runs(seen.ranks or ()) if name in pending else []]
+        name: [seen.label, _runs(seen.ranks or ()) if name in pending else [], seen.is_new]
         for name, seen in record.groups.items()
     }
     calls = [_aged(call, record.time) for call in record.calls]
@@ -381,8 +408,8 @@ def _from_text(text: str) -> RankRecord:
     rank, calls, groups, doing, lines, is_cut = json.loads(text)
     now = time.time()
     seen = {
-        name: GroupSeen(label, [one for run in runs for one in range(*run)] or None)
-        for name, (label, runs) in groups.items()
+        name: GroupSeen(label, [one for run in runs for one in range(*run)] or None, is_new=is_new)
+        for name, (label, runs, is_new) in groups.items()
     }
     restored = [_call(call, now) for call in calls]
     return RankRecord(rank, now, restored, seen, doing, lines, is_cut=is_cut)

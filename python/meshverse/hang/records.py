@@ -19,6 +19,7 @@ from meshverse.wording import rank_ranges
 
 DEFAULT_GROUP = "the default group"
 UNNAMED_GROUP = "an unnamed group"  # which was created without `group_desc`
+CREATION = "creation"  # `Call.operation` of the rendezvous in which members create a group
 ANY_SOURCE = -1  # `Call.peer` of a receive from any rank of the group
 # Completed collectives kept per group, and as many sends and receives; for a history, all that a
 # recorder has.
@@ -121,11 +122,13 @@ class GroupSeen(NamedTuple):
         label: name for messages, such as "axis tp".
         ranks: global ranks, in group-rank order; None if they are not known.
         is_guess: whether there may be more ranks, see `complete_default_group`.
+        is_new: whether its members are creating it: its only call is the `CREATION`.
     """
 
     label: str
     ranks: Sequence[int] | None
     is_guess: bool = False
+    is_new: bool = False
 
 
 @dataclass

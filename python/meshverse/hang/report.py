@@ -13,6 +13,7 @@ from meshverse.wording import rank_ranges
 
 from .records import (
     CALLED_AT,
+    CREATION,
     Call,
     GroupSeen,
     Progress,
@@ -191,7 +192,7 @@ class ReportFormatter(NamedTuple):
         if call is not None:
             other = by_name.get(missing.where)
             on = missing.label if other is None else self.group(other.seen)
-            return f"waiting in {_called(call)} on {on}{_at(call.line or missing.doing)}"
+            return f"waiting in {_called(call)} {_on(call)} {on}{_at(call.line or missing.doing)}"
         parts = [f"at {short_line(missing.doing)}"] if missing.doing else []
         if missing.last is not None:
             last = f"{_called(missing.last)}{_at(missing.last.line)}"
@@ -202,7 +203,7 @@ class ReportFormatter(NamedTuple):
 
     def call(self, call: Call, seen: GroupSeen) -> str:
         """Return a call and its group in words: "all_reduce number 4 on axis dp, ranks 0, 2"."""
-        return f"{_called(call)} on {self.group(seen)}"
+        return f"{_called(call)} {_on(call)} {self.group(seen)}"
 
     def group(self, seen: GroupSeen) -> str:
         """Return the label of a group, its ranks, and the coordinates that they share."""
@@ -372,7 +373,8 @@ class ReportFormatter(NamedTuple):
                     )
                     steps.append(
                         f"{_ranks(others)} wait{'s' * (len(others) == 1)} in "
-                        f"{stuck.call.operation} on {group_in_words(stuck.seen)}{_at(line)} for "
+                        f"{stuck.call.operation} {_on(stuck.call)} {group_in_words(stuck.seen)}"
+                        f"{_at(line)} for "
                         f"rank {missing.rank}{behind}"
                     )
                     break
@@ -481,7 +483,8 @@ class ReportFormatter(NamedTuple):
         if sure:
             parts.append(
                 f"{self.ranks([missing.rank for missing in sure])} "
-                f"{'have' if len(sure) > 1 else 'has'} not called it"
+                f"{'have' if len(sure) > 1 else 'has'} not "
+                f"{'joined' if one.call.operation == CREATION else 'called'} it"
                 f"{self._where_to_look(sure[0], are_several=len(sure) > 1)}."
             )
         elif absent:
@@ -583,6 +586,10 @@ def _tensors(call: Call) -> str:
 
 def _called(call: Call) -> str:
     return f"{call.operation} number {call.number:,}" if call.number else call.operation
+
+
+def _on(call: Call) -> str:
+    return "of" if call.operation == CREATION else "on"
 
 
 def _dtype(name: str) -> str:

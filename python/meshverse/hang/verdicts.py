@@ -354,7 +354,7 @@ class _WaitForGraph:
             latest_label="" if latest is None else group_in_words(record.groups[latest.group]),
             doing=record.doing_in.get(waits_in, record.doing),
             was_read=record.was_read,
-            is_cut=record.is_cut,
+            is_cut=record.is_cut and not self._seen[group].is_new,
         )
 
     # --- causes -------------------------------------------------------------------------------
