@@ -52,7 +52,7 @@ def test_ranks_that_are_ahead_get_the_error_where_they_wait_and_ever_after(
     for answer in crew.run(_error_later, 4, calls):
         assert len(set(answer)) == 1
         assert answer[0].startswith(_NOW)
-        assert "order of axes: " in answer[0]
+        assert "axes: (" in answer[0]
         assert f"on rank {_ODD_RANK}" in answer[0]
 
 
@@ -73,7 +73,7 @@ def _waits_for_nobody() -> str:
 def test_ranks_that_wait_for_nobody_get_the_error_at_their_next_call(crew: Crew) -> None:
     for answer in crew.run(_waits_for_nobody, 4):
         assert answer.startswith(_NOW)
-        assert "axis dp: " in answer
+        assert "axes: (dp=" in answer
 
 
 def _error_after_others_cleaned_up() -> str:

@@ -85,7 +85,7 @@ def _differ(how: str) -> dict[str, Any]:
 def test_ranks_that_disagree_about_a_part_get_an_error(crew: Crew, how: str) -> None:
     answers = crew.run(_differ, 8, how)
     says = {
-        "shape": "axis dp: ",
+        "shape": "axes: (dp=",
         "apart": "part of: ",
     }[how]
     for rank, answer in enumerate(answers):

@@ -99,15 +99,15 @@ class Description(NamedTuple):
     line: str
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         facts = ", ".join(f"{name} {fact}" for name, fact in self.facts.items())
-        return f"{self.call} ({sizes}) at {self.line}\n    {facts}"
+        return f"{self.call} {self._axes()} at {self.line}\n    {facts}"
+
+    def _axes(self) -> str:
+        return f"({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
 
     def compared(self) -> dict[str, str]:
         """Return what an error compares, by name: all but the rank, the digest and the line."""
-        axes = {f"axis {name}": str(size) for name, size in self.sizes.items()}
-        order = {"order of axes": f"({', '.join(self.sizes)})"}
-        return {"call": self.call, **axes, **order, **self.facts}
+        return {"call": self.call, "axes": self._axes(), **self.facts}
 
 
 class _Calls:
@@ -336,8 +336,6 @@ def _differences(descriptions: Sequence[Description]) -> list[str]:
         values = [first.get(name, "none"), second.get(name, "none")]
         if values[0] != values[1]:
             lines[name] = f"{name}: {values[0]} {ranks[0]}, {values[1]} {ranks[1]}"
-    if any(name.startswith("axis ") for name in lines):  # the lines removed here follow from these
-        lines.pop("strides", None)
-        if first.keys() == second.keys():
-            lines.pop("order of axes", None)
+    if "axes" in lines:
+        lines.pop("strides", None)  # which follow from them
     return list(lines.values())

@@ -137,11 +137,18 @@ class UniverseCalls:
     def _describe(self, call: str, requests: Sequence[GroupRequest], rank: int) -> Description:
         from meshverse.program_line import program_line
 
+        axes: dict[str, list[str]] = {}  # by their options
+        for one in requests:
+            axes.setdefault(one.options.in_words(), []).append(one.axis_name)
+        options = [
+            words if len(axes) == 1 else f"{words} for {', '.join(names)}"
+            for words, names in axes.items()
+        ]
         facts = {
             "groups": self._created,
             "over": str(self._rank_map),
             "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
-            "options": " and ".join(dict.fromkeys(one.options.in_words() for one in requests)),
+            "options": "; ".join(options),
         }
         # 128 bits. A timeout that comes from the default group is left out: there, c10d allows each
         # rank its own.
