@@ -140,7 +140,7 @@ class UniverseCalls:
         axes: dict[str, list[str]] = {}  # by their options
         for one in requests:
             axes.setdefault(one.options.in_words(), []).append(one.axis_name)
-        options = [
+        in_words = [
             words if len(axes) == 1 else f"{words} for {', '.join(names)}"
             for words, names in axes.items()
         ]
@@ -148,7 +148,7 @@ class UniverseCalls:
             "groups": self._created,
             "over": str(self._rank_map),
             "strides": f"({', '.join(_stride(request.axis) for request in requests)})",
-            "options": "; ".join(options),
+            "options": "; ".join(in_words),
         }
         # 128 bits. A timeout that comes from the default group is left out: there, c10d allows each
         # rank its own.
