@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -29,7 +30,7 @@ from helpers.turns import (
 )
 from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import fake_world, live_groups
-from meshverse import DeviceMesh, init_device_mesh
+from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._torch_compat.c10d_creation import create_c10d_group
 from meshverse._torch_compat.c10d_groups import end_group
 from meshverse.device_mesh import mesh_warnings
@@ -507,13 +508,13 @@ def test_one_that_got_a_group_and_was_interrupted_keeps_it(
     assert others == [["no error"] * (2 if others_too else 1)] * 3
 
 
-def _aborted_by_a_handler() -> tuple[str, int]:
+def _aborted_by_a_handler(lazy: bool) -> tuple[str, int]:
     """Rank 0 waits for rank 1 in a group that its handler then aborts; rank 1 makes it too late."""
-    mesh = init_device_mesh(
-        "cpu", (2,), mesh_dim_names=("dp",), lazy=True, isolate="a", timeout=timedelta(minutes=5)
-    )
+    universe = Universe(2, lazy=lazy, timeout=timedelta(minutes=5))
+    build = partial(init_device_mesh, "cpu", (2,), mesh_dim_names=("dp",), isolate="a")
+    mesh = build(universe=universe) if lazy else None
     store, outcome, rank = World.current().store, "no error", dist.get_rank()
-    usual = signal.signal(signal.SIGUSR1, lambda *_: mesh.abort())
+    usual = signal.signal(signal.SIGUSR1, lambda *_: universe.abort())
     store.set(f"process of {rank}", str(os.getpid()))
     if rank == 1:
         wait_until_they_wait(0)
@@ -521,18 +522,18 @@ def _aborted_by_a_handler() -> tuple[str, int]:
         store.wait(["rank 0 has left"])
     else:
         with pytest.raises(RuntimeError) as caught:
-            mesh.get_group("dp")
+            (mesh or build(universe=universe)).get_group("dp")
         outcome = str(caught.value)
         store.set("rank 0 has left", "")
     signal.signal(signal.SIGUSR1, usual)
     dist.barrier()
-    mesh.abort()
-    again = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), isolate="a")
-    return outcome, sum(reached_by(again.get_group("dp")))
+    universe.abort()
+    return outcome, sum(reached_by(build().get_group("dp")))
 
 
-def test_a_handler_ends_a_group_that_its_rank_waits_for(crew: Crew) -> None:
-    (outcome, reached), other = crew.run(_aborted_by_a_handler, 2)
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_handler_ends_a_group_that_its_rank_waits_for(crew: Crew, lazy: bool) -> None:
+    (outcome, reached), other = crew.run(_aborted_by_a_handler, 2, lazy)
     assert "could not create the process group of axis 'dp'" in outcome
     assert "was destroyed" in outcome
     assert (reached, other) == (2, ("no error", 2))

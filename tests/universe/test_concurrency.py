@@ -12,8 +12,8 @@ import pytest
 
 import meshverse
 from helpers.lock_order import CREATES_ENTRY, MAKES_GROUP, STATE_LOCK, recorded
-from helpers.worlds import fake_world, group_names, groups_created
-from meshverse import DeviceMesh, init_device_mesh
+from helpers.worlds import fake_world, group_names, groups_created, live_groups
+from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._core import RankMap
 from meshverse.groups.group import Group
 from meshverse.universe import groups as universe_groups
@@ -217,6 +217,63 @@ def test_a_part_waits_for_a_group_that_another_thread_is_making(
             first.join(30)
             second.join(30)
         assert of_threads["part"].get_group() is of_threads["whole"].get_group()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_universe_that_is_destroyed_while_a_thread_makes_a_mesh_keeps_no_group(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread's call raises, and frees what it has created, of whichever axis."""
+    begun, go, create = threading.Event(), threading.Event(), universe_groups.create_by_members
+
+    def slow(group: Group, *arguments: Any) -> Any:
+        made = create(group, *arguments) if when == "after" else None
+        begun.set()
+        assert go.wait(30)
+        return made or create(group, *arguments)
+
+    with fake_world(8):
+        before = live_groups()
+        universe = Universe(8)
+        init_device_mesh("cpu", (8,), mesh_dim_names=("world",), universe=universe)
+        monkeypatch.setattr(universe_groups, "create_by_members", slow)
+        errors: list[BaseException] = []
+
+        def build() -> None:
+            try:
+                init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES, universe=universe)
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=build)
+        thread.start()
+        assert begun.wait(30)
+        universe.destroy()
+        go.set()
+        thread.join(30)
+        assert "was destroyed" in str(errors[0])
+        assert universe.groups.is_freed
+        assert live_groups() == before
+
+
+def test_a_universe_that_is_destroyed_between_two_groups_of_a_mesh_creates_no_further_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create, universes = universe_groups.create_by_members, list[Universe]()
+
+    def ends_it(group: Group, *arguments: Any) -> Any:
+        if group.request.axis_name == "dp":
+            universes[0].destroy()
+        return create(group, *arguments)
+
+    with fake_world(8):
+        before = live_groups()
+        universes.append(Universe(8))
+        monkeypatch.setattr(universe_groups, "create_by_members", ends_it)
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES, universe=universes[0])
+        assert universes[0].groups.is_freed
+        assert live_groups() == before
 
 
 def test_a_part_may_be_made_in_the_middle_of_making_a_group(

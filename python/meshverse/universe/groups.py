@@ -377,6 +377,8 @@ class UniverseGroups:
                 refs.append(ref)
                 if counts or not ref.requests:
                     ref.count_request(request.axis_name)
+            if self.ended is not None:  # meanwhile, by a signal handler or another thread
+                self.check_usable()
         except BaseException as error:
             self._roll_back(new, refs, error, fingerprint)
             raise
@@ -447,7 +449,7 @@ class UniverseGroups:
         world, way = self._world, request.way
         ref = GroupRef(request, self.process_groups, self._universe)
         new.append(ref)  # first, so that it is released whatever interrupts this
-        leftover = None
+        leftover = ranks = None
         if way is not Way.DEFAULT_GROUP and request.position is not None and not self._lazy:
             leftover = self.registry.find_leftover(request)
         if way is Way.DEFAULT_GROUP:
@@ -463,21 +465,23 @@ class UniverseGroups:
             if handle is not None:
                 self.registry.add_c10d_group(handle, ref)
         elif request.position is not None:
-            self._create_by_members(ref)
+            ranks = self.registry.find_or_plan(self.scope, ref, lazy=self._lazy)
+        # Before its members create it: `free` ends a group that waits for them, too.
         self._refs.append(ref)
+        if self.ended is not None:  # meanwhile, so that `free` may not have seen it
+            self.check_usable()
+        if ranks is not None and not self._lazy:
+            self._create_by_members(ref, ranks)
         if ref.created:
             self._log_creation(ref)
         return ref
 
-    def _create_by_members(self, ref: GroupRef) -> None:
-        """Attach the group of a reference, and create it unless it exists already or is lazy."""
-        world = self._world
-        ranks = self.registry.find_or_plan(self.scope, ref, lazy=self._lazy)
-        if self._lazy:
-            return
-        assert ref.group is not None
+    def _create_by_members(self, ref: GroupRef, ranks: list[int]) -> None:
+        """Create the group of a reference, unless it exists already."""
+        world, group = self._world, ref.group
+        assert group is not None
         try:
-            ref.created = ref.group.make(
+            ref.created = group.make(
                 lambda group: create_by_members(group, world, ranks, self.registry.is_live)
             )
         except LeftoverError as found:
