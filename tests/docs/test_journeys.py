@@ -131,7 +131,7 @@ class _Journey(NamedTuple):
 
 
 _JOURNEYS = {
-    "a slice, the first time": _Journey(_mesh, lambda mesh: mesh["tp"], 6, 20),
+    "a slice, the first time": _Journey(_mesh, lambda mesh: mesh["tp"], 6, 21),
     "a slice, again": _Journey(_mesh_with_slice, lambda mesh: mesh["tp"], 1, 1),
     "init_device_mesh": _Journey(lambda: None, lambda _: _mesh(), 26, 149),
     "init_device_mesh with options": _Journey(_mesh, lambda _: _mesh_with_options(), 26, 128),

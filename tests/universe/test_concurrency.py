@@ -9,14 +9,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import meshverse
 from helpers.lock_order import CREATES_ENTRY, MAKES_GROUP, STATE_LOCK, recorded
 from helpers.worlds import fake_world, group_names, groups_created, live_groups
-from meshverse import DeviceMesh, Universe, init_device_mesh
+from meshverse import DeviceMesh, init_device_mesh, installed
+from meshverse import world as world_module
 from meshverse._core import RankMap
 from meshverse.groups.group import Group
+from meshverse.locks import state_lock
 from meshverse.universe import groups as universe_groups
+from meshverse.universe.meshes import UniverseMeshes
 from meshverse.universe.registry import WorldUniverses, find_universe
 from meshverse.universe.universe import Universe
 from meshverse.world import World
@@ -217,6 +223,70 @@ def test_a_part_waits_for_a_group_that_another_thread_is_making(
             first.join(30)
             second.join(30)
         assert of_threads["part"].get_group() is of_threads["whole"].get_group()
+
+
+def test_a_mesh_that_is_being_made_notices_that_its_group_is_destroyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then it is not equal to a mesh on the new group, as torch's caches are keyed by meshes."""
+    intern = UniverseMeshes.intern
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+
+        def late(meshes: UniverseMeshes, made: DeviceMesh, key: Any) -> DeviceMesh:
+            monkeypatch.setattr(UniverseMeshes, "intern", intern)
+            dist.destroy_process_group(mesh.get_group("tp"))
+            return intern(meshes, made, key)
+
+        monkeypatch.setattr(UniverseMeshes, "intern", late)
+        stale = mesh["tp"]
+        again = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"), universe=mesh.universe)
+        assert stale != again["tp"]
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            stale.get_group()
+
+
+def test_a_mesh_that_is_being_made_notices_that_its_world_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the next world, this process may be another rank."""
+    intern = UniverseMeshes.intern
+    with fake_world(8, 5):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+
+        def late(meshes: UniverseMeshes, made: DeviceMesh, key: Any) -> DeviceMesh:
+            dist.destroy_process_group()
+            return intern(meshes, made, key)
+
+        monkeypatch.setattr(UniverseMeshes, "intern", late)
+        stale = mesh["tp"]
+        monkeypatch.undo()
+    with fake_world(8, 2), pytest.raises(RuntimeError, match="rank"):
+        stale.get_coordinate()
+
+
+def test_fsdp2s_default_mesh_connects_to_the_store_without_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread other than the main one has a connection of its own; forks wait for the lock."""
+    is_owned, clone = list[bool](), world_module.clone_store
+
+    def clone_store(store: Any) -> Any:
+        is_owned.append(state_lock.of_python._is_owned())  # type: ignore[attr-defined]
+        return clone(store)
+
+    monkeypatch.setattr(world_module, "clone_store", clone_store)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        with installed():
+            thread = threading.Thread(target=lambda: fully_shard(torch.nn.Linear(2, 2)))
+            thread.start()
+            thread.join()
+    finally:
+        dist.destroy_process_group()
+    assert is_owned
+    assert not any(is_owned)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

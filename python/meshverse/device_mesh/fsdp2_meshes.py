@@ -39,10 +39,14 @@ class _DefaultMeshes(WorldState):
 
     def universe(self, rank_map: RankMap) -> Universe:
         """Return the universe, which is created at the first call, or after it has ended."""
+        known = self._universe
+        if known is not None and not known.is_over:
+            return known
+        made = Universe(rank_map)  # without the lock: in a further thread, it connects to the store
         with state_lock.held:
-            if self._universe is None or self._universe.is_over:
-                self._universe = Universe(rank_map)
-            return self._universe
+            if self._universe is known:
+                self._universe = made
+            return self._universe or made  # None if the world has ended meanwhile
 
     def end(self) -> None:
         """Drop the universe: this process may have another rank in the next world."""

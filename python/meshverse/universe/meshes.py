@@ -86,7 +86,9 @@ class UniverseMeshes:
                 root = self._root_of(mesh)
         if mesh._root_mesh is not root:
             mesh._take_root(root)
-        return self._interned.setdefault(key, mesh)
+        known = self._interned.setdefault(key, mesh)
+        self._update(mesh)
+        return known
 
     def add(self, mesh: DeviceMesh) -> None:
         """Intern a mesh; hold it weakly if an equal one is interned already."""
@@ -96,6 +98,15 @@ class UniverseMeshes:
     def note(self, mesh: DeviceMesh) -> None:
         """Hold a mesh weakly, without interning it."""
         self._others.add(mesh)
+        self._update(mesh)
+
+    def _update(self, mesh: DeviceMesh) -> None:
+        """Have a mesh notice what happened in its universe before it was listed here."""
+        names = mesh._dim_group_names
+        if type(names) is list and not all(name in mesh._pg_registry for name in names):
+            mesh._renew_group_names()
+        if self.world_has_ended:
+            mesh._note_world_end()
 
     def move_without_groups(self, target: Universe) -> None:
         """Move the meshes without process groups into a universe, which may be this one.
