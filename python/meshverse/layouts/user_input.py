@@ -1,4 +1,4 @@
-"""Ranks, shapes and names of a mesh as users pass them: read and checked, without side effects.
+"""Ranks, shapes and names of a mesh as users pass them: read and checked.
 
 Users pass global ranks in any kind of tensor, array or list.
 """
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshverse._core import Layout, RankMap
+from meshverse._torch_compat.c10d_groups import current_default_group
 from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse._torch_compat.tracing import (
     has_no_values,
@@ -247,7 +248,11 @@ def read_groups(
 @outside_torch_modes()
 def _check_ranks_of_groups(groups: Sequence[ProcessGroup], ranks_of_mesh: torch.Tensor) -> None:
     """Raise ValueError if a group has other ranks than this rank's axis of the mesh."""
-    found = (ranks_of_mesh == dist.get_rank()).nonzero()
+    default_group = current_default_group()
+    if default_group is None:
+        return
+    # Not `dist.get_rank()`, which LocalTensor mode replaces by one that simulates all ranks.
+    found = (ranks_of_mesh == default_group.rank()).nonzero()
     if len(found) != 1:  # this rank is outside the mesh, or the mesh is refused as a rank repeats
         return
     coordinate = found[0].tolist()
