@@ -26,8 +26,8 @@ from meshverse.locks import state_lock
 # would be a second operation.)
 _NEVER_WRITTEN = "?"
 
-# Limit for all processes that wait, on average. The busiest second has up to half as much again, at
-# most 20,000. A TCPStore serves some 40,000 operations a second on two cores
+# Limit for all processes that wait, on average. A busy second may have half as many again, at most
+# 20,000. A TCPStore serves some 40,000 operations a second on two cores
 # (benchmarks/results/store.md).
 _OPERATIONS_A_SECOND = 13_000
 

@@ -8,8 +8,8 @@ operation per rank and call, and no rank waits.
 
 A call's key stays until all ranks of the set are past the call: a rank that arrives late finds it.
 Every 32 calls, each rank counts itself as past them, with one more operation; the last rank to do
-so removes their keys. So the store keeps the keys of at most 64 calls, and of those that the
-slowest rank has not made. A set with a rank that compares no more calls keeps all keys.
+so removes their keys. So the store keeps the keys of at most 64 calls, plus those that the
+slowest rank has yet to make. A set with a rank that compares no more calls keeps all keys.
 
 If the stored description has another digest than a rank's own, these ranks disagree. The rank then
 writes

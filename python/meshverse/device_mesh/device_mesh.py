@@ -481,8 +481,8 @@ class DeviceMesh(StockDeviceMesh):
         return draw(self._description, self._universe, flattened, axis, node_size)
 
     def __repr__(self) -> str:
-        # A mesh without a tag and with all its groups prints as in torch; errors about two meshes
-        # tell other ones apart.
+        # A mesh without a tag and with all its groups prints as in torch. Others print more, so
+        # that an error about two meshes does not show the same text twice.
         text, tags = self._repr_as_stock(), self._description.tags
         if not text.endswith(")"):
             return text

@@ -123,8 +123,8 @@ def _new_name(request: GroupRequest, world: World) -> str:
 def agree_on_leftover(group: Group, world: World) -> None:
     """Have the other members use a leftover too, if they request a group like it.
 
-    Backends that create groups without waiting have no rendezvous in which members could learn it:
-    there, members that call again make a new group.
+    Backends that create groups without waiting have no rendezvous through which members could
+    learn of it: there, members that call again make a new group.
     """
     ranks = group.request.my_ranks()
     if _store_for_rendezvous(group.request, ranks, world) is not None:

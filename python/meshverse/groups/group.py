@@ -74,7 +74,7 @@ class Group:
     Attributes:
         state: current state.
         handle: c10d's group while the state is live, else None.
-        is_lazy: whether a lazy universe requested it while it was planned, and never live before.
+        is_lazy: whether a lazy universe requested it before it was first live.
         was_live: whether it has ever been live.
         have_all_joined: whether all members have joined a rendezvous to create it. Then c10d may
             have created it on some of them only.
@@ -99,7 +99,7 @@ class Group:
         self.refs: WeakRegistry[GroupRef] = WeakRegistry()
         self.handle: ProcessGroup | None = None
         self.is_lazy = self.was_live = self.have_all_joined = False
-        self._handles: list[weakref.ref[ProcessGroup]] = []  # of all its lives
+        self._handles: list[weakref.ref[ProcessGroup]] = []  # every c10d group it has had
         self._maker = _NOBODY  # id of the thread that creates the group, and its call of `make`
         self._end = Claim()  # of the thread that ends c10d's group
         if handle is not None:

@@ -94,8 +94,9 @@ class GroupRegistry(WorldState):
             group = self._by_content.get(content)
             if group is None or group.is_gone:
                 group = Group(self._next_name(identity), request, self, content=content)
-                # First, so that `release` undoes the rest, wherever it is interrupted. The next
-                # name's number rises last: members that differ in it could not find one another.
+                # First, so that `release` undoes the rest, wherever it is interrupted. The
+                # counter rises last: members whose counters differ compute different names, and
+                # never meet.
                 ref.group, ref.name = group, group.name
                 self._by_content[content] = self._by_name[group.name] = group
                 self._times_named[identity] += 1

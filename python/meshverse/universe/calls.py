@@ -88,7 +88,7 @@ class UniverseCalls:
             are_default: whether all requests have the universe's default options.
 
         Returns:
-            Fingerprint of the ranks that compared the call; None if this rank had compared it.
+            Fingerprint of the ranks that compared the call; None if it did before.
 
         Raises:
             RanksDifferError: the ranks disagree.

@@ -76,8 +76,8 @@ def find_group_optional(name: str) -> FoundGroup | None:
 def finest_coordinate(universe: Universe, position: int | None) -> dict[str, int]:
     """Return the coordinate of a position in a universe's mesh with the most axes; {} if in none.
 
-    It is a mesh over all ranks of the universe, of several the first: a root of one axis with views
-    says less than these.
+    It is a mesh over all ranks of the universe, the first if there are several. A root mesh of one
+    axis says less than its views.
     """
     meshes = (mesh._description for mesh in universe.meshes)
     whole = [what for what in meshes if what.layout.size == universe.size]

@@ -123,8 +123,8 @@ def find_universe(
 ) -> Universe | None:
     """Return the live universe over these ranks in this world that fits best; None without any.
 
-    The candidates may have one of `meshes`, and have all of `groups`; if none has them all, the
-    groups do not count. The result is the candidate with this serial; if there is none, the
+    The candidates may have one of `meshes`, and have all of `groups`; if none has them all,
+    `groups` is ignored. The result is the candidate with this serial; if there is none, the
     candidate that created process groups first. All ranks find the same universe if it has a number
     (see `UniverseCalls.number`). The serial of one without a number may differ between ranks.
 

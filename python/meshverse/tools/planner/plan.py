@@ -270,6 +270,13 @@ def _steps(crossing: Crossing) -> str:
 
 def _foot(plan: Plan) -> Iterator[str]:
     mine = plan.mine
+    legend = "layout: sizes:strides."
+    if levels := [each.level for each in plan.groups[0].crossings]:
+        legend += (
+            f" ring steps out of a {levels[0]}: ring transfers of the axis that leave the busiest "
+            f"{levels[0]}."
+        )
+    yield from paragraph(legend)
     yield f"Rank {mine.rank} requests {_counts(mine)}. Its groups:"
     pairs = zip(plan.groups, mine.groups, strict=True)
     yield from aligned([[_names(group), rank_list(ranks)] for group, ranks in pairs])
