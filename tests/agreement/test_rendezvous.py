@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from helpers.crew import Crew
 from helpers.turns import wait_until, wait_until_they_wait
-from meshverse.agreement import Rendezvous
+from meshverse.agreement import Rendezvous, rendezvous
 from meshverse.agreement.deadlock import Wait, note_key, read_wait
+from meshverse.agreement.rendezvous import Waiting
 from meshverse.store import Run, StoreKeys
 
 _LONG = timedelta(seconds=60)
@@ -71,6 +72,31 @@ def test_members_join_again_and_again_and_bring_texts() -> None:
     for attempt in range(3):
         texts = ["of 0", "of 1", "of 0"]
         assert _join_all(store, "x", [0, 1, 2], own) == [(attempt, texts)] * 3
+
+
+def test_it_is_known_which_rendezvous_a_thread_is_in_and_in_which_one_inside_another() -> None:
+    store, own, seen = dist.HashStore(), Rendezvous(), list[tuple[str, list[int]]]()
+
+    def note() -> None:
+        seen.extend((wait.label, list(wait.ranks)) for wait in own.waits.values())
+
+    def look() -> None:  # as a signal handler does
+        note()
+        if len(seen) == 1:
+            with pytest.raises(RuntimeError, match="seen"):
+                own.join(_world(store, 0), "y", "group y", [0, 2], _LONG, check=look)
+            note()
+        raise RuntimeError("seen")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_CHECK_SECONDS", 0.0)
+        with pytest.raises(RuntimeError, match="seen"):
+            own.join(_world(store, 0), "x", "group x", [0, 1], _LONG, check=look)
+    assert seen == [("group x", [0, 1]), ("group y", [0, 2]), ("group x", [0, 1])]
+    assert not own.waits
+    own.waits[1] = Waiting("z", "group z", [0, 1], 0.0)
+    own.reset_after_fork()
+    assert not own.waits
 
 
 def test_after_one_left_all_can_join_again() -> None:

@@ -160,11 +160,15 @@ class Rendezvous(WorldState):
             number = self._next_attempts.get(name, 0)
             key = f"rendezvous/{name}/{number}"
             attempt = _Attempt(self, store, world, key, label, ranks, text)
-            self.waits[threading.get_ident()] = Waiting(key, label, ranks, time.time())
+            # A signal handler may join one while its thread waits in another.
+            thread, outer = threading.get_ident(), self.waits.get(threading.get_ident())
+            self.waits[thread] = Waiting(key, label, ranks, time.time())
             try:
                 outcome, was_immediate = attempt.join_and_wait(timeout, check)
             finally:
-                self.waits.pop(threading.get_ident(), None)
+                self.waits.pop(thread, None)
+                if outer is not None:
+                    self.waits[thread] = outer
                 if attempt.joined_first:
                     self._joined_first.setdefault(name, []).append(attempt.key)
                 if attempt.is_complete:
@@ -209,6 +213,10 @@ class Rendezvous(WorldState):
         its = current.state(Rendezvous)
         self._next_attempts, self._joined_first = its._next_attempts, its._joined_first
         self._complete = its._complete
+
+    def reset_after_fork(self) -> None:
+        """Forget, in a forked process, what threads of the parent wait for."""
+        self.waits.clear()
 
     def was_complete(self, name: str) -> bool:
         """Return whether all members have joined an attempt. All members get the same answer."""

@@ -288,7 +288,9 @@ def _agree(
         limit = timeout or current.default_options.timeout
         rendezvous = current.state(Rendezvous)
         try:
-            texts = rendezvous.join(current, "revive", "revive()", ranks, limit, text=mine).texts
+            texts = rendezvous.join(
+                current, "revive", "the revived process groups", ranks, limit, text=mine
+            ).texts
         except RuntimeError as error:
             raise RuntimeError(f"revive() has changed nothing: {error}") from None
     by_text: dict[str, list[int]] = {}
