@@ -869,7 +869,7 @@ class DeviceMesh(StockDeviceMesh):
     @assignable
     def has_groups(self) -> bool:
         """Whether this mesh has process groups, lazy ones included; the same on all ranks."""
-        return not isinstance(self._dim_group_names, NoGroupNames)
+        return self._has_groups
 
     @assignable
     def group_names(self) -> tuple[str, ...] | None:
@@ -878,8 +878,7 @@ class DeviceMesh(StockDeviceMesh):
         Empty on a rank outside the mesh. Reading the names creates no lazy group. Those of a root
         under another isolation tag are requested only now.
         """
-        names = self._dim_group_names
-        return None if isinstance(names, NoGroupNames) else tuple(names)
+        return self._names_of_groups
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """Return this rank's process group along one axis; creates it now if it is lazy.
