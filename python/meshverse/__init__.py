@@ -40,7 +40,7 @@ def _is_command() -> bool:
 # A command imports what it needs: `meshverse hang` needs no torch. Any other program gets all names
 # now, as the import has effects, such as that `torch.load` accepts meshes.
 if TYPE_CHECKING or not _is_command():
-    from ._names import *
+    from ._public import *
 
 if TYPE_CHECKING:
     from . import hang as hang
@@ -82,7 +82,7 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # In a command, the other names come from here too.
-        module = importlib.import_module(f".{_MODULES.get(name, '_names')}", __name__)
+        module = importlib.import_module(f".{_MODULES.get(name, '_public')}", __name__)
         globals()[name] = getattr(module, name)  # later uses find it without this function
         return globals()[name]
 

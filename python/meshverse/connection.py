@@ -32,7 +32,7 @@ from meshverse._torch_compat.c10d_creation import create_connected
 from meshverse._torch_compat.c10d_groups import end_group, find_c10d_group
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse._torch_compat.tracing import outside_torch_modes
-from meshverse.hooks import World, check_timeout
+from meshverse.for_extras import World, check_timeout
 from meshverse.locks import Claim
 from meshverse.store import StoreKeys
 from meshverse.wording import rank_ranges

@@ -21,7 +21,7 @@ from meshverse._torch_compat.flight_recorder import (
     sequence_number,
     wait_of_frame,
 )
-from meshverse.hooks import (
+from meshverse.for_extras import (
     Rendezvous,
     World,
     find_group_optional,

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from meshverse._torch_compat.flight_recorder import flight_recorder_status, not_recording_reason
-from meshverse.hooks import World, on_world_started
+from meshverse.for_extras import World, on_world_started
 from meshverse.locks import state_lock
 from meshverse.store import StoreKeys
 

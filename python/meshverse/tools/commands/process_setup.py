@@ -14,7 +14,7 @@ from meshverse import install  # and all other names: the program gets what thei
 from meshverse._torch_compat.flight_recorder import recorder_size
 from meshverse.explain.calling_threads import CallingThreads
 from meshverse.explain.explanation import in_surplus
-from meshverse.hooks import World, WorldState, WorldUniverses, on_world_started
+from meshverse.for_extras import World, WorldState, WorldUniverses, on_world_started
 from meshverse.wording import counted, paragraph
 
 from .summary import shared_group_conflicts, summary_line

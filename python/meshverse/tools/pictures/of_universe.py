@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from meshverse._core import RankMap
 from meshverse.explain.explanation import ExplainedView
 from meshverse.explain.group_explanation import GroupExplanation
-from meshverse.hooks import GroupRequest
+from meshverse.for_extras import GroupRequest
 
 from .model import PicturedGroups, PicturedView
 from .picture import Picture

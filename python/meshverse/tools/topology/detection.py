@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshverse.hooks import Rendezvous, World, WorldState, check_timeout
+from meshverse.for_extras import Rendezvous, World, WorldState, check_timeout
 
 from .environment import own_switches
 from .files import levels_on_nodes, read_network_file

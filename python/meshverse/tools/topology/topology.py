@@ -12,7 +12,7 @@ import torch
 
 from meshverse._core import RankMap
 from meshverse._torch_compat.tracing import outside_torch_modes
-from meshverse.hooks import World
+from meshverse.for_extras import World
 from meshverse.wording import counted, rank_list
 
 from .levels import Level, level_of, level_of_blocks, nested
