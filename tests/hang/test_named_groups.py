@@ -8,7 +8,7 @@ import pytest
 
 from helpers.worlds import FakeWorld, fake_world, in_worlds
 from meshverse import DeviceMesh, find_group, init_device_mesh
-from meshverse.hang.live import live_coordinates
+from meshverse.hang.live import _name_groups, live_coordinates
 from meshverse.hang.named_groups import MeshNames
 from meshverse.hang.records import GroupSeen, RankRecord
 
@@ -75,3 +75,20 @@ def test_a_rank_is_named_by_the_mesh_with_the_most_axes() -> None:
         assert names.coordinates(3) == {"fsdp": 1, "cp": 0, "tp": 1}
         assert live_coordinates(4) == names.coordinates(4) == {}
         del data, mesh, again
+
+
+def test_a_rank_is_named_by_a_mesh_on_the_default_group() -> None:
+    with fake_world(4, 0):
+        assert live_coordinates(3) == {}
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        assert live_coordinates(3) == {"dp": 3}
+        # Ranks compare labels, but may have collected other universes that created no groups.
+        record = RankRecord(0, 0.0, groups={"0": GroupSeen("the default group", range(4))})
+        _name_groups(record)
+        assert record.groups["0"].label == "the default group"
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        assert live_coordinates(3) == {"pp": 1, "tp": 1}
+        grid.flatten("all")
+        _name_groups(record)
+        assert record.groups["0"].label == "axis all"
+        del mesh

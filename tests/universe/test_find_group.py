@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import meshverse
 from helpers.worlds import FakeWorld, in_worlds
-from meshverse import init_device_mesh
+from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups.creation import group_desc
 
 
@@ -21,6 +21,37 @@ def test_a_shared_group_has_the_axes_of_all_that_use_it(world) -> None:
     assert found.coordinate == {"dp": 1, "tp": 1}
     assert found.universe is mesh.universe
     assert meshverse.find_group(mesh["tp"].get_group()) == found
+
+
+@in_worlds(FakeWorld(8, 5))
+def test_a_group_that_the_mesh_did_not_create_is_found(world) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))  # on the default group
+    found = meshverse.find_group(mesh.get_group())
+    assert (found.axes, found.ranks) == (("dp",), tuple(range(8)))
+    assert found.coordinate == {"dp": 5}
+    assert found.universe is mesh.universe
+    given = DeviceMesh.from_group(dist.new_group([1, 5]), "cpu", mesh_dim_names=("tp",))
+    found = meshverse.find_group(given.get_group())
+    assert (found.axes, found.ranks, found.coordinate) == (("tp",), (1, 5), {"tp": 1})
+    assert found.universe is given.universe
+
+
+@in_worlds(FakeWorld(8, 5))
+def test_of_the_universes_of_a_group_those_that_created_groups_come_first(world) -> None:
+    plain = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+    later = init_device_mesh("cpu", (8,), mesh_dim_names=("later",))
+    name = plain.get_group().group_name
+    assert meshverse.find_group(name).universe is plain.universe
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    assert meshverse.find_group(name).universe is plain.universe
+    mesh.flatten("world")
+    assert meshverse.find_group(name).axes == ("world",)
+    mesh.universe.destroy()
+    plain.universe.destroy()
+    assert meshverse.find_group(name).axes == ("later",)
+    later.universe.destroy()
+    with pytest.raises(KeyError, match="No mesh of this rank uses a group named"):
+        meshverse.find_group(name)
 
 
 @in_worlds(FakeWorld(8, 5))

@@ -158,7 +158,8 @@ def _name_groups(record: RankRecord) -> None:
     """Set the axes of the groups in this process's record, from its universes."""
     for name, seen in record.groups.items():
         found = find_group_optional(name)
-        if found is not None:
+        # Ranks compare these labels, and may have different universes that created no groups.
+        if found is not None and found.universe.groups.had_own_groups:
             record.groups[name] = seen._replace(label=axes_in_words(found.axes))
 
 

@@ -21,7 +21,8 @@ class FoundGroup(NamedTuple):
         ranks: global ranks, in group-rank order.
         coordinate: this rank's coordinate, by axis name, in the universe's mesh over all its ranks
             with the most axes, of several the first; {} if it is not in that mesh.
-        universe: universe whose axes these are: of several, the one that created groups first.
+        universe: universe whose axes these are: of several, the one that created groups first, or
+            if none did, the oldest.
     """
 
     name: str

@@ -105,14 +105,22 @@ def universes_not_ended() -> list[Universe]:
 
 
 def universes_here() -> list[Universe]:
-    """Return the live universes of this world that created groups, in their order."""
+    """Return the live universes of this world that use process groups.
+
+    Those that created groups come first, in the order in which they first did. The others use only
+    groups that exist elsewhere, such as the default group; they come in the order in which they
+    were constructed. References to them are weak, so ranks may find different ones of these.
+    """
     world = World.current()
-    return [] if world is None else list(world.state(WorldUniverses).with_groups)
+    if world is None:
+        return []
+    others = [universe for universe in _live() if len(universe.groups) > 0]
+    return list(dict.fromkeys([*world.state(WorldUniverses).with_groups, *others]))
 
 
 def universes_over(rank_map: RankMap) -> list[Universe]:
     """Return the live universes over these ranks in this world; those with groups first."""
-    return sorted(_live(rank_map), key=lambda universe: _distance(universe, 0, ()))
+    return sorted(_live_over(rank_map), key=lambda universe: _distance(universe, 0, ()))
 
 
 def find_universe(
@@ -136,19 +144,19 @@ def find_universe(
     """
     live = [
         universe
-        for universe in _live(rank_map)
+        for universe in _live_over(rank_map)
         if meshes is None or universe.meshes.may_have(meshes)
     ]
     return min(live, key=lambda universe: _distance(universe, serial, groups), default=None)
 
 
-def _live(rank_map: RankMap) -> list[Universe]:
+def _live() -> list[Universe]:
     world = World.current()
-    return [
-        universe
-        for universe in _universes.alive()
-        if universe.rank_map == rank_map and universe.world is world and not universe.is_over
-    ]
+    return [universe for universe in universes_not_ended() if universe.world is world]
+
+
+def _live_over(rank_map: RankMap) -> list[Universe]:
+    return [universe for universe in _live() if universe.rank_map == rank_map]
 
 
 def _distance(
