@@ -101,6 +101,34 @@ def test_a_part_has_the_timeout_of_the_whole_unless_it_says_another() -> None:
         job.universe.part([5, 6], timeout=timedelta(seconds=99))
 
 
+def test_a_part_has_the_rank_that_was_passed_to_the_whole() -> None:
+    whole = Universe(8, rank=3)  # in a world where this process is rank 5
+    part = whole.part([2, 3])
+    assert (part.rank, part.position, part.rank_was_passed) == (3, 1, True)
+    assert part.part([3]).position == 0
+    own = whole.part([2, 3, 4], rank=4)
+    assert (own.rank, own.position) == (4, 2)
+    assert whole.group([4, 5]) is dist.GroupMember.NON_GROUP_MEMBER
+    refused = r"ranks 2, 3 was created with rank=3, but this process is rank 5"
+    with groups_created(0), pytest.raises(ValueError, match=refused):
+        whole.group([2, 3])
+    assert not Universe(8).part([4, 5]).rank_was_passed
+
+
+def test_a_part_has_the_rank_of_the_whole_without_a_default_group() -> None:
+    dist.destroy_process_group()
+    whole, decoupled = Universe(8, rank=3), Universe(8, rank=3, decoupled=True)
+    assert whole.part([2, 3]).position == 1
+    mesh = init_device_mesh("xla", (2, 2), ranks=[3, 4, 5, 6], universe=whole)
+    assert (mesh.universe.rank, mesh.get_coordinate()) == (3, (0, 0))
+    mesh, same, apart = (
+        DeviceMesh("cpu", [2, 3], universe=universe, _init_backend=False)
+        for universe in (whole, Universe(8, rank=3), decoupled)
+    )
+    assert mesh == same
+    assert mesh != apart  # until it is bound
+
+
 def test_groups_that_all_ranks_make_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks that are not in the group take part in making it: none of them may sit it out.
     monkeypatch.setattr(

@@ -262,7 +262,8 @@ class DeviceMesh(StockDeviceMesh):
         self._set_description(description)
         if not self._may_have_groups:
             init_backend = False
-            if World.current() is None and rank is None:
+            is_passed = universe is not None and universe.rank_was_passed
+            if World.current() is None and rank is None and not is_passed:
                 rank = _NO_RANK
         if init_backend:
             self._start_world()

@@ -363,7 +363,15 @@ class UniverseGroups:
     ) -> list[GroupRef]:
         # `counts`: whether `explain()` counts every request. Not for a slice under a tag
         # (`request_tagged`), for which torch creates no group: only a group's first request counts.
+        universe, world = self._universe(), self._world
+        assert universe is not None
         uses_other_groups = any(request.way is not Way.DEFAULT_GROUP for request in requests)
+        if uses_other_groups and universe.rank != world.rank:
+            raise ValueError(
+                f"The universe of {self._rank_map} was created with rank={universe.rank}, but this "
+                f"process is rank {world.rank} of the default process group, and can create the "
+                "groups of this rank only. Create the universe without rank=."
+            )
         fingerprint = None
         if uses_other_groups and self.calls.is_compared:
             default_key = self._builder.default_key
@@ -385,9 +393,7 @@ class UniverseGroups:
         if uses_other_groups and layout.size == self._rank_map.size:
             self.calls.take_number()
         if not self.had_own_groups and not all(ref.is_borrowed for ref in refs):
-            universe = self._universe()
-            assert universe is not None
-            self._world.state(WorldUniverses).add(universe)
+            world.state(WorldUniverses).add(universe)
         return refs
 
     def request_tagged(

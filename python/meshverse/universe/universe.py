@@ -109,17 +109,21 @@ class Universe:
         self.rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)
         self.size = self.rank_map.size
         self.world = None if decoupled else World.current()
-        # Meshes are equal only if their universes' tokens are. Each decoupled one has its own.
+        # Meshes are equal only if their universes' tokens are. Each decoupled one has its own, and
+        # gives it to its parts.
         self.token = object() if decoupled else None
-        if topology is None and part_of is not None:
-            topology = part_of.topology
+        if part_of is not None:
+            self.token = self.token or part_of.token
+            topology = part_of.topology if topology is None else topology
+            rank = part_of.rank if rank is None and part_of.rank_was_passed else rank
         if topology is not None:
             topology.check_has(self.rank_map)
         self.topology: TopologyLike | None = topology
-        self.rank_was_passed = rank is not None
+        self.rank_was_passed: bool = rank is not None
         if rank is None:
             rank = self.world.rank if self.world is not None else dist.get_rank()  # torch's error
-        self.rank = rank = operator.index(rank)  # numpy's integers could be saved, but not loaded
+        rank = operator.index(rank)  # numpy's integers could be saved, but not loaded
+        self.rank: int = rank
         self.position = self.rank_map.position_of(rank)
         self.thread_id = None if self.world is None else self.world.thread_id
         self.groups: UniverseGroups = UniverseGroups(
@@ -547,7 +551,7 @@ class Universe:
             options: as in `Universe`, for a new part; by default those of this universe.
             lazy: as in `Universe`, for a new part, which is always lazy if this universe is.
             check_consistency: as in `Universe`, for a new part; by default as in this universe.
-            rank: as in `Universe`, for a new part.
+            rank: as in `Universe`, for a new part; by default the one passed to this universe.
 
         Raises:
             ValueError: a rank is outside this universe; or the part exists already, and a setting
