@@ -62,8 +62,8 @@ def printable(name: str) -> str:
 
 
 def several(noun: str) -> str:
-    """Return the plural of a noun: "nodes", "switches"."""
-    return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    """Return the plural of a noun: "nodes", "switches", "meshes"."""
+    return f"{noun}es" if noun.endswith(("ch", "s", "sh", "x")) else f"{noun}s"
 
 
 def counted(count: int, noun: str) -> str:

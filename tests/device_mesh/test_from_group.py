@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from helpers.observation import OURS, STOCK, Family, assert_same
 from helpers.worlds import groups_created
-from meshverse import DeviceMesh
+from meshverse import DeviceMesh, Universe
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8
 
@@ -83,3 +83,20 @@ def test_groups_of_the_user_are_listed_but_not_shared(axis_groups) -> None:
         renamed = mesh.unflatten("tp", (4,), ("fsdp",))
     assert renamed.get_group("dp") is axis_groups[0]
     assert renamed.get_group("fsdp") is not axis_groups[1]
+
+
+def test_the_universe_has_the_mesh_once_with_its_groups(axis_groups) -> None:
+    mesh = DeviceMesh.from_group(axis_groups[0], "cpu", mesh_dim_names=("dp",))
+    meshes, name = mesh.universe.meshes, axis_groups[0].group_name
+    assert [*meshes] == [mesh]
+    assert meshes.find((mesh.description, (name,))) is mesh
+    assert meshes.find((mesh.description, None)) is None  # that would be one without groups
+    assert mesh.universe.root is mesh
+    assert repr(mesh.universe) == "Universe(ranks 1, 5, 1 group, 1 mesh)"
+    assert repr(Universe(8)) == "Universe(ranks 0 to 7, 0 groups, 0 meshes)"
+
+
+def test_a_warning_is_shown_at_the_line_that_calls_it(axis_groups) -> None:
+    with pytest.warns(UserWarning, match="Did you mean 'cuda'") as warned:
+        DeviceMesh.from_group(axis_groups[0], "gpu")
+    assert [one.filename for one in warned] == [__file__]

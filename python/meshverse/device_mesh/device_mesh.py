@@ -322,17 +322,17 @@ class DeviceMesh(StockDeviceMesh):
                 groups, or a group has other ranks than this rank's axis (torch accepts that).
         """
         groups, ranks = read_groups(group, mesh, mesh_dim_names)
-        result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
-        labels = result._description.labels
-        result._take_group_names(
-            [
-                result._universe.groups.adopt(axis, name, given)
-                for axis, name, given in zip(
-                    result._description.layout, labels, groups, strict=True
-                )
-            ]
+        layout, rank_map = read_mesh(ranks)
+        names = check_axis_names(mesh_dim_names or None, len(layout))  # torch accepts () too
+        warn_of_suspicious_input(device_type, mesh_dim_names, len(layout), stacklevel=2)
+        description = MeshDescription(device_type, layout, names, preserve_rank_order=False)
+        description = description.with_tags(normalize_tags(None, names, len(layout)))
+        universe = Universe(rank_map)
+        axes = zip(layout, description.labels, groups, strict=True)
+        result = DeviceMesh._create(
+            universe, description, [universe.groups.adopt(*axis) for axis in axes]
         )
-        result._universe.meshes.add(result)
+        universe.meshes.add(result)
         _register_root(result)
         return result
 

@@ -19,7 +19,7 @@ from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, TopologyLike, read_rank_map
 from meshverse.locks import state_lock
 from meshverse.options.group_options import Defaults
-from meshverse.wording import rank_list
+from meshverse.wording import counted, rank_list
 from meshverse.world import World
 
 from .groups import UniverseGroups
@@ -619,12 +619,12 @@ class Universe:
         return self.explain()._repr_html_()
 
     def __repr__(self) -> str:
-        groups = len(self.groups)
-        state = "" if self.groups.ended is None else f", {self.groups.ended}"
-        parts = f", {len(self.parts)} parts" if self.parts else ""
-        return (
-            f"Universe({self.rank_map}, {groups} groups, {len(self.meshes)} meshes{parts}{state})"
-        )
+        shown = [counted(len(self.groups), "group"), counted(len(self.meshes), "mesh")]
+        if self.parts:
+            shown.append(counted(len(self.parts), "part"))
+        if self.groups.ended is not None:
+            shown.append(self.groups.ended)
+        return f"Universe({self.rank_map}, {', '.join(shown)})"
 
 
 _FOR_USERS = (
