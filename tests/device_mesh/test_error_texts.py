@@ -150,6 +150,31 @@ _SLIPS: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], list[str]]
         ValueError,
         ["parts['a']['mesh_shape']=(0,) has the size 0"],
     ),
+    "a size that is a string, beside -1": (
+        lambda m: _mesh(("2", -1)),  # type: ignore[arg-type]
+        TypeError,
+        ["mesh_shape=('2', -1): sizes must be integers, got '2' of type str", "as an int"],
+    ),
+    "a size that is None, beside -1": (
+        lambda m: _mesh((None, -1)),  # type: ignore[arg-type]
+        TypeError,
+        ["mesh_shape=(None, -1): sizes must be integers, got None of type NoneType"],
+    ),
+    "a size that is an array, beside -1": (
+        lambda m: _mesh((torch.tensor([2, 4]), -1)),  # type: ignore[arg-type]
+        TypeError,
+        ["sizes must be integers, got tensor([2, 4]) of type Tensor"],
+    ),
+    "a size with a fraction, beside -1": (
+        lambda m: m.unflatten("tp", (-1, 2.5), ("a", "b")),  # type: ignore[arg-type]
+        TypeError,
+        ["mesh_sizes=(-1, 2.5): sizes must be integers, got 2.5 of type float"],
+    ),
+    "a part with a size that is a list": (
+        lambda m: init_mesh_partition("cpu", {"a": {"mesh_shape": ([2], 2)}}),  # type: ignore[typeddict-item]
+        TypeError,
+        ["parts['a']['mesh_shape']=([2], 2): sizes must be integers, got [2] of type list"],
+    ),
     "two parts with a size of -1": (
         lambda m: init_mesh_partition(
             "cpu", {"a": {"mesh_shape": (-1,)}, "b": {"mesh_shape": (2, -1)}}

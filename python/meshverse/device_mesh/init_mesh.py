@@ -120,8 +120,8 @@ def init_device_mesh(
             `topology` comes with `ranks` or `universe`, or `traffic` without `topology`; or the
             universe or part over these ranks exists already, and a setting of it is passed
             (`timeout`, `options`, `lazy`, `check_consistency`).
-        TypeError: `mesh_shape` is not a sequence, `backend_override` is a backend's name,
-            `timeout` is not a timedelta, `options` is not an options object, `universe` is
+        TypeError: `mesh_shape` is not a sequence of integers, `backend_override` is a backend's
+            name, `timeout` is not a timedelta, `options` is not an options object, `universe` is
             not a `Universe`, or `topology` is not a `Topology`.
 
     Example:

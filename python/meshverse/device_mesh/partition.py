@@ -151,7 +151,7 @@ def _shapes_of_parts(
     parts: Mapping[str, MeshPart], universe: Universe | None
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every part, with a size of -1 replaced by the ranks that are left."""
-    shapes = {name: _shape_of_part(name, part) for name, part in parts.items()}
+    shapes = {name: read_shape(part["mesh_shape"], _argument(name)) for name, part in parts.items()}
     for name, part in parts.items():
         if part.get("ranks") is not None:
             n_ranks = read_rank_map(part["ranks"]).size
@@ -181,12 +181,6 @@ def _shapes_of_parts(
 
 def _argument(part: str) -> str:
     return f"parts[{part!r}]['mesh_shape']"
-
-
-def _shape_of_part(name: str, part: MeshPart) -> tuple[int, ...]:
-    shape = read_shape(part["mesh_shape"], _argument(name))
-    Layout.from_shape(tuple(1 if size == -1 else size for size in shape))  # checks their types
-    return shape
 
 
 def _check_disjoint(parts: Mapping[str, Sequence[int]]) -> None:

@@ -229,7 +229,7 @@ def unflatten_axis(
     Raises:
         ValueError: the product of the sizes is not the size of the axis.
         RuntimeError: there are not as many names as sizes, or a name is taken.
-        TypeError: the mesh has no names.
+        TypeError: the mesh has no names, or a size is no integer.
     """
     sizes = read_sizes(sizes, "mesh_sizes")
     if names is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import numbers
+import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -351,39 +352,50 @@ def _is_device_type(text: str) -> bool:
 _REST = -1  # size of the axis that gets the ranks which the other axes leave
 
 
-def read_sizes(shape: Any, argument: str) -> tuple[Any, ...]:
-    """Return sizes of axes as a tuple.
+def read_sizes(shape: Any, argument: str) -> tuple[int, ...]:
+    """Return sizes of axes as a tuple of ints.
 
     Args:
-        shape: the sizes. The core checks that each is an integer.
+        shape: the sizes.
         argument: name of the user's argument, for messages.
 
     Raises:
-        TypeError: `shape` is not a sequence.
+        TypeError: `shape` is not a sequence, or a size is no integer.
     """
     try:
-        return tuple(shape)
+        given = tuple(shape)
     except TypeError:
         raise TypeError(
             f"{argument}={shape!r} of type {type(shape).__name__}: pass a sequence with the size "
             f"of each axis, such as {(shape if isinstance(shape, int) else 8,)} for one axis."
         ) from None
+    sizes: tuple[int, ...] = ()
+    try:
+        for size in given:
+            sizes += (operator.index(size),)  # products of NumPy's integers could overflow
+    except TypeError:
+        wrong = given[len(sizes)]
+        raise TypeError(
+            f"{argument}={given}: sizes must be integers, got {wrong!r} of type "
+            f"{type(wrong).__name__}. Pass the size of each axis as an int."
+        ) from None
+    return sizes
 
 
 def read_shape(shape: Any, argument: str = "mesh_shape") -> tuple[int, ...]:
     """Return sizes of axes as a tuple; one of them may be -1, "the rest".
 
     Args:
-        shape: the sizes. The core checks that each is an integer.
+        shape: the sizes.
         argument: name of the user's argument, for messages.
 
     Raises:
-        TypeError: `shape` is not a sequence.
+        TypeError: `shape` is not a sequence, or a size is no integer.
         ValueError: a size is 0 or below -1, or several are -1.
     """
     sizes = read_sizes(shape, argument)
-    low = [size for size in sizes if isinstance(size, numbers.Integral) and int(size) < 1]
-    if low and (len(low) > 1 or int(low[0]) != _REST):
+    low = [size for size in sizes if size < 1]
+    if low and (len(low) > 1 or low[0] != _REST):
         raise ValueError(
             f"{argument}={sizes} has the {'sizes' if len(low) > 1 else 'size'} "
             f"{', '.join(map(str, low))}: the size of an axis must be at least 1. One axis may "
@@ -413,9 +425,7 @@ def fill_rest(
     """
     if not has_rest(sizes):
         return sizes
-    # Fixed-width integers of NumPy would overflow. What is no integer is refused later.
-    plain = (int(size) if hasattr(size, "__index__") else size for size in sizes)
-    others = -math.prod(plain)
+    others = -math.prod(sizes)
     if n_ranks < others or n_ranks % others:
         raise ValueError(
             f"{argument}={sizes} cannot have {n_ranks} ranks, the number {of}: the product of the "
