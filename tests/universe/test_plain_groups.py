@@ -83,7 +83,9 @@ def test_other_ranks_have_the_group_of_others(universe: Universe) -> None:
     assert not universe.parts
 
 
-@pytest.mark.parametrize("kind", ["lists", "tensor", "array", "ranges", "generator", "sets"])
+@pytest.mark.parametrize(
+    "kind", ["lists", "tensor", "array", "ranges", "generator", "sets", "scalars"]
+)
 def test_of_several_lists_mine_is_made(universe: Universe, kind: str) -> None:
     lists = {
         "lists": [[0, 1, 2, 3], [4, 5, 6, 7]],
@@ -92,6 +94,7 @@ def test_of_several_lists_mine_is_made(universe: Universe, kind: str) -> None:
         "ranges": [range(4), range(4, 8)],
         "generator": (list(range(start, start + 4)) for start in (0, 4)),
         "sets": [{0, 1, 2, 3}, {4, 5, 6, 7}],
+        "scalars": [list(torch.arange(4)), list(np.arange(4, 8))],
     }[kind]
     before = len(group_names())
     group = universe.groups_of(lists, name="half")
@@ -108,8 +111,22 @@ def test_lists_that_share_this_rank_are_refused(universe: Universe) -> None:
 
 @pytest.mark.parametrize(
     "lists",
-    [[[[4, 5], [6, 7]]], torch.arange(8).view(2, 2, 2), {"tp": [4, 5]}, ["45"]],
-    ids=["nested", "three dimensions", "dict", "string"],
+    [
+        [[[4, 5], [6, 7]]],
+        [[4, [5]]],
+        torch.arange(8).view(2, 2, 2),
+        {"tp": [4, 5]},
+        ["45"],
+        [4, 5],
+        torch.tensor([4, 5]),
+        np.array([4, 5]),
+        5,
+        None,
+    ],
+    ids=[
+        *("nested", "nested later", "three dimensions", "dict", "string"),
+        *("one list", "one dimension", "an array of one dimension", "a number", "None"),
+    ],
 )
 def test_lists_that_hold_no_ranks_are_refused(universe: Universe, lists) -> None:
     names = group_names()
@@ -118,12 +135,52 @@ def test_lists_that_hold_no_ranks_are_refused(universe: Universe, lists) -> None
     assert group_names() == names
 
 
+def test_one_list_instead_of_lists_is_named(universe: Universe) -> None:
+    text = r"got 4 of type int as a list of ranks: pass lists .* For one list, call group\(ranks\)"
+    with pytest.raises(TypeError, match=text):
+        universe.groups_of([4, 5])
+
+
+@pytest.mark.parametrize("mine", [[], [[4, 5]]], ids=["in no list", "in another list"])
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        (
+            [0, 99],
+            r"ranks 0, 99 cannot be in a universe of ranks 0 to 7, which has no ranks \[99\]",
+        ),
+        (range(6, 10), r"which has no ranks \[8, 9\]"),
+        ([0, -1], "A process group holds global ranks, .* but got -1"),
+        ([0, 1.5], "A process group holds global ranks, .* but got 1.5"),
+    ],
+    ids=["outside", "a range", "negative", "a fraction"],
+)
+def test_a_list_of_others_with_a_wrong_rank_is_refused_here_too(
+    universe: Universe, mine, others, text
+) -> None:
+    names = group_names()
+    with pytest.raises(ValueError, match=text):
+        universe.groups_of([*mine, [], others])
+    assert group_names() == names
+    assert not universe.parts
+
+
+def test_lists_of_a_universe_of_some_ranks_have_these(world) -> None:
+    universe = Universe([7, 5, 3, 1])
+    assert dist.get_process_group_ranks(universe.groups_of([[1, 3], [7, 5]])) == [5, 7]
+    for lists in ([], [[]], [[1, 3]], [np.array([1, 3])]):
+        assert universe.groups_of(lists) is _NOT_A_MEMBER
+    with pytest.raises(ValueError, match=r"which has no ranks \[0\]"):
+        universe.groups_of([[0, 3], [5, 7]])
+
+
 @pytest.mark.parametrize(
     ("ranks", "arguments", "error", "text"),
     [
         ([5, 5], {}, ValueError, "5"),
-        ([5, -1], {}, ValueError, "-1"),
-        ([], {}, ValueError, "at least one rank"),
+        ([5, -1], {}, ValueError, "A process group holds global ranks, .* but got -1"),
+        ([], {}, ValueError, "A process group needs at least one rank"),
+        (0, {}, ValueError, "A process group of 0 ranks: it needs at least one"),
         ([5, 8], {}, ValueError, r"which has no ranks \[8\]"),
         ([0, 8], {}, ValueError, r"which has no ranks \[8\]"),  # of others, too
         ("45", {}, TypeError, "Ranks are"),

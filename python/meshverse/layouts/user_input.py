@@ -58,8 +58,12 @@ class TopologyLike(Protocol):
         """Return the rank at each position of a mesh, shape (world size,)."""
 
 
-def as_rank_tensor(given: torch.Tensor | ArrayLike) -> torch.Tensor:
+def as_rank_tensor(given: torch.Tensor | ArrayLike, of: str = "A mesh") -> torch.Tensor:
     """Return the ranks as a dense int64 CPU tensor of the same shape. O(number of ranks).
+
+    Args:
+        given: the ranks.
+        of: what has these ranks, for messages.
 
     Raises:
         ValueError: there are no ranks, or a value is not an integer from 0 to `LARGEST_RANK`.
@@ -67,25 +71,25 @@ def as_rank_tensor(given: torch.Tensor | ArrayLike) -> torch.Tensor:
             (sparse, quantized, DTensor, most wrapper subclasses).
         TypeError: `torch.tensor` does not accept the argument.
     """
-    values = _values_of(given) if isinstance(given, torch.Tensor) else _tensor_of(given)
+    values = _values_of(given, of) if isinstance(given, torch.Tensor) else _tensor_of(given)
     with outside_torch_modes():
         ranks = values.to(torch.int64).contiguous()
         if ranks.numel() == 0:
-            raise ValueError(f"A mesh needs at least one rank, but got shape {tuple(ranks.shape)}.")
+            raise ValueError(f"{of} needs at least one rank, but got shape {tuple(ranks.shape)}.")
         # int64 can hold all integer types except uint64, whose large values become negative.
         may_have_fractions = values.is_floating_point() or values.is_complex()
         are_whole = not may_have_fractions or torch.equal(ranks.to(values.dtype), values)
         smallest, largest = torch.aminmax(ranks)
         if not are_whole or int(smallest) < 0 or int(largest) > LARGEST_RANK:
-            raise ValueError(_what_is_no_rank(values, ranks))
+            raise ValueError(_what_is_no_rank(values, ranks, of))
         return ranks
 
 
-def _values_of(given: torch.Tensor) -> torch.Tensor:
+def _values_of(given: torch.Tensor, of: str) -> torch.Tensor:
     if given.is_meta or has_no_values(given):
         kind, error = ("meta", NotImplementedError) if given.is_meta else ("fake", RuntimeError)
         raise error(  # torch's types
-            f"A mesh needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
+            f"{of} needs global ranks, but a {kind} tensor of shape {tuple(given.shape)} has no "
             "values. Give the ranks as a list, or make the tensor on the CPU, outside of modes."
         )
     with outside_torch_modes():
@@ -104,7 +108,7 @@ def _values_of(given: torch.Tensor) -> torch.Tensor:
         return _tensor_of(copied.tolist())
     except _REFUSALS as refusal:
         raise RuntimeError(
-            f"A mesh needs global ranks, but those in a {type(given).__name__} of layout "
+            f"{of} needs global ranks, but those in a {type(given).__name__} of layout "
             f"{given.layout} and type {given.dtype} cannot be read ({refusal}). Give the ranks as "
             "a list or as a dense tensor."
         ) from refusal
@@ -123,7 +127,7 @@ def _tensor_of(values: ArrayLike) -> torch.Tensor:
         return torch.tensor(values, device="cpu", dtype=torch.float64)  # float32 rounds
 
 
-def _what_is_no_rank(values: torch.Tensor, ranks: torch.Tensor) -> str:
+def _what_is_no_rank(values: torch.Tensor, ranks: torch.Tensor, of: str) -> str:
     pairs = enumerate(zip(values.flatten().tolist(), ranks.flatten().tolist(), strict=True))
     position, value = next(
         (position, value)
@@ -131,7 +135,7 @@ def _what_is_no_rank(values: torch.Tensor, ranks: torch.Tensor) -> str:
         if value != rank or not 0 <= rank <= LARGEST_RANK
     )
     return (
-        f"A mesh holds global ranks, which are integers from 0 to {LARGEST_RANK}, but got {value} "
+        f"{of} holds global ranks, which are integers from 0 to {LARGEST_RANK}, but got {value} "
         f"at position {position} in row-major order."
     )
 
@@ -162,8 +166,12 @@ def read_mesh(mesh: torch.Tensor | ArrayLike) -> tuple[Layout, RankMap]:
     return Layout.from_shape(tuple(ranks.shape)), rank_map_of(ranks)
 
 
-def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
+def read_rank_map(ranks: int | torch.Tensor | ArrayLike, of: str = "A mesh") -> RankMap:
     """Return the rank map of a number n (ranks 0 to n-1), or of a list of global ranks in order.
+
+    Args:
+        ranks: the ranks.
+        of: what has these ranks, for messages.
 
     Raises:
         ValueError: there are no ranks, a rank repeats or is negative, or a value is not an integer.
@@ -174,9 +182,9 @@ def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
     if isinstance(ranks, numbers.Integral) and not is_bool:
         size = int(ranks)
         if size > LARGEST_RANK + 1:
-            raise ValueError(f"A mesh of {size} ranks: ranks run from 0 to {LARGEST_RANK} at most.")
+            raise ValueError(f"{of} of {size} ranks: ranks run from 0 to {LARGEST_RANK} at most.")
         if size < 1:
-            raise ValueError(f"A mesh of {size} ranks: it needs at least one.")
+            raise ValueError(f"{of} of {size} ranks: it needs at least one.")
         return RankMap.identity(size)
     is_list = hasattr(ranks, "__getitem__") or hasattr(ranks, "__array__")
     if not is_list or isinstance(ranks, (str, bytes, Mapping)) or getattr(ranks, "ndim", 1) == 0:
@@ -184,7 +192,7 @@ def read_rank_map(ranks: int | torch.Tensor | ArrayLike) -> RankMap:
             "Ranks are a number of ranks, or a list, tensor or array of global ranks, but got "
             f"{ranks!r} of type {type(ranks).__name__}."
         )
-    return rank_map_of(as_rank_tensor(ranks))
+    return rank_map_of(as_rank_tensor(ranks, of))
 
 
 def read_ranks(ranks: torch.Tensor) -> RankMap:

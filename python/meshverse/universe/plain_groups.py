@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import contextlib
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,8 @@ def group_of(
     isolate: str | None,
 ) -> ProcessGroup:
     """Return the process group of these ranks; see `Universe.group`."""
-    rank_map = (ranks if isinstance(ranks, RankMap) else read_rank_map(ranks)).sorted()
+    rank_map = ranks if isinstance(ranks, RankMap) else read_rank_map(ranks, "A process group")
+    rank_map = rank_map.sorted()
     override = read_override(backend, options)
     if timeout is not None:
         check_timeout(timeout)
@@ -61,11 +64,12 @@ def group_containing_rank(
     universe: Universe, lists: Iterable[torch.Tensor | ArrayLike], **arguments: Any
 ) -> ProcessGroup:
     """Return the process group of the list with this rank; see `Universe.groups_of`."""
+    if not isinstance(lists, Iterable):
+        raise _no_lists(lists, "the lists")
     # Lists and ranges are not copied: there may be as many of them as ranks.
     all_lists = [each if isinstance(each, (list, range)) else _listed(each) for each in lists]
+    _check_all_ranks(universe, all_lists)
     mine = [ranks for ranks in all_lists if universe.rank in ranks]
-    if not mine:
-        _check_hold_ranks(all_lists)
     if len(mine) > 1:
         raise ValueError(
             f"Rank {universe.rank} is in {len(mine)} of these lists, such as "
@@ -79,19 +83,36 @@ def group_containing_rank(
     return universe.group(mine[0], **arguments) if mine else _NOT_A_MEMBER
 
 
-def _check_hold_ranks(lists: Iterable[Any]) -> None:
-    """Raise TypeError for lists of lists, and for names: no rank is ever in them."""
-    for each in lists:
-        if len(each) and isinstance(each[0], Collection):
-            raise TypeError(
-                f"groups_of() got {each!r:.80} as a list of ranks: pass lists of global ranks, as "
-                "[[0, 1], [2, 3]], or a tensor or array with two dimensions."
-            )
+def _check_all_ranks(universe: Universe, lists: Sequence[Sequence[Any]]) -> None:
+    """Raise on all ranks what `Universe.group` raises on the members of a list.
+
+    Raises:
+        TypeError: lists of lists, or of names.
+        ValueError: a list has a rank that is not in the universe.
+    """
+    known = set(universe.rank_map.ranks().tolist())
+    with contextlib.suppress(TypeError):  # of what cannot be hashed
+        if known.issuperset(itertools.chain.from_iterable(lists)):
+            return
+    for each in filter(len, lists):
+        if any(isinstance(rank, Collection) and getattr(rank, "ndim", 1) for rank in each):
+            raise _no_lists(each, "a list of ranks")
+        universe.check_has(read_rank_map(each, "A process group"))
 
 
 def _listed(ranks: Any) -> list[int]:
-    listed: list[int] = ranks.tolist() if hasattr(ranks, "tolist") else list(ranks)
-    return listed
+    listed: Any = ranks.tolist() if hasattr(ranks, "tolist") else ranks
+    if not isinstance(listed, Iterable):
+        raise _no_lists(ranks, "a list of ranks")
+    return list(listed)
+
+
+def _no_lists(given: Any, what: str) -> TypeError:
+    return TypeError(
+        f"groups_of() got {given!r:.80} of type {type(given).__name__} as {what}: pass lists of "
+        "global ranks, as [[0, 1], [2, 3]], or a tensor or array with two dimensions. For one "
+        "list, call group(ranks)."
+    )
 
 
 def read_override(backend: str | None, options: BackendOptions | None) -> Override:

@@ -325,8 +325,9 @@ class Universe:
             The group, or `NON_GROUP_MEMBER` on a rank that is in no list.
 
         Raises:
-            ValueError: this rank is in several lists; or as in `group`.
-            TypeError: an element of a list is a list or a string; or as in `group`.
+            ValueError: this rank is in several lists; or a list has a rank that is not in this
+                universe (on all ranks); or as in `group`.
+            TypeError: `lists` is no iterable of lists of ranks; or as in `group`.
 
         Example:
             >>> tp_group = universe.groups_of([[0, 1], [2, 3]], name="tp")  # doctest: +SKIP
