@@ -15,6 +15,10 @@ A call may fail on a member that has got the group, for example because of a Ctr
 That group is a *leftover*. If the member calls again, it cannot know whether the others will. So it
 uses the leftover, without waiting, and writes this as the outcome of the rendezvous for the next
 group like it. If others call again, they use that group too.
+
+On members that have gone on, the next group may be one that a lazy universe has planned. That one
+stays a group of its own, as meshes have its name already. So all its members ignore this outcome,
+whether they are waiting or join later, and go on with the next attempt.
 """
 
 from __future__ import annotations
@@ -56,10 +60,20 @@ def _without_leftover(outcome: str) -> str:
         return outcome
     _, name, who = outcome.split(" ", 2)
     return (
-        f"another member goes on with {name} ({who}), which this rank has destroyed. A group that "
-        "only some members have ended cannot be used again: call destroy_process_group() and "
-        "init_process_group() on all ranks"
+        f"another member goes on with {name} ({who}), which this rank has destroyed or never got. "
+        "A group that only some members have cannot be used again: call destroy_process_group() "
+        "and init_process_group() on all ranks"
     )
+
+
+def _as_attempt_before(outcome: str) -> str:
+    """Return the outcome of the attempt before as a sentence, "" if it says nothing."""
+    if not outcome or outcome.startswith(_ALL_JOINED):
+        return ""
+    if not outcome.startswith(_LEFTOVER):
+        return f" The attempt before failed: {outcome}"
+    _, name, who = outcome.split(" ", 2)
+    return f" The attempt before ended as another member called again and uses {name} ({who})"
 
 
 class Joined(NamedTuple):
@@ -142,7 +156,8 @@ class Rendezvous(WorldState):
             check: function that is called about once a second; it raises if waiting is pointless.
             text: string that this rank contributes. All members must pass one, or none.
             has_group: function that returns whether this rank has the group of a c10d name. If it
-                is not passed, leftovers of other members are ignored.
+                is not passed, leftovers of other members are ignored: this rank goes on with the
+                next attempt. All members must pass one, or none.
 
         Raises:
             LeftoverError: a member uses a leftover that this rank has too.
@@ -174,7 +189,9 @@ class Rendezvous(WorldState):
                 if attempt.is_complete:
                     self._complete.add(name)
                 self._next_attempts[name] = number + 1
-            if outcome.startswith(_LEFTOVER) and has_group is not None:
+            if outcome.startswith(_LEFTOVER):
+                if has_group is None:
+                    continue
                 leftover = outcome.split(" ")[1]
                 if has_group(leftover):
                     self._next_attempts[name] = number  # it has this outcome for later calls too
@@ -458,11 +475,7 @@ class _Attempt:
             "call; the others may be slow, dead, or building other meshes. All ranks of a mesh "
             "must make it over the same ranks, and make the same calls that create or first use "
             "its groups. Either all ranks of a job run with meshverse.install(), or none."
-            + (
-                f" The attempt before failed: {before}"
-                if before and not before.startswith(_ALL_JOINED)
-                else ""
-            )
+            + _as_attempt_before(before)
         )
 
     def _whom(self, wait: Wait) -> str:

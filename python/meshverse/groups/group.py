@@ -72,6 +72,7 @@ class Group:
             finds the group by name only.
 
     Attributes:
+        contents: `content`, and the same in the other scopes that have the group; empty if None.
         state: current state.
         handle: c10d's group while the state is live, else None.
         is_lazy: whether a lazy universe requested it before it was first live.
@@ -93,7 +94,7 @@ class Group:
         content: tuple[Hashable, str, OptionsKey] | None = None,
     ) -> None:
         self.name, self.request = name, request
-        self.content = content
+        self.contents = set() if content is None else {content}
         self.state = State.PLANNED
         self._registry = registry.reference
         self.refs: WeakRegistry[GroupRef] = WeakRegistry()

@@ -35,14 +35,20 @@ class GroupRegistry(WorldState):
 
     A group that became live in a call that failed is a *leftover*: the other members may have it
     too, and need not call again. The next calls that request a group of these ranks and options use
-    it, in whichever scope, as long as it is live.
+    it, in whichever scope, as long as it is live. From then on it is a group of that scope, too.
+
+    Two kinds of calls do not use a leftover, so that all members do the same whether the call
+    failed on them or not: those of a lazy universe, unless it is a group of their scope; and those
+    of a scope that has another group of this content, such as one that a lazy universe has planned.
     """
 
     def __init__(self) -> None:
         self.n_destroyed = 0  # number of groups that the program has destroyed
         self._counter = itertools.count(1)  # atomic, as `note_destroyed` takes no lock
         self._by_name: MutableMapping[str, Group] = {}
-        self._by_content: MutableMapping[tuple[Hashable, str, OptionsKey] | None, Group] = {}
+        # By scope, digest of ranks and options, and options key. The digest does not distinguish
+        # handles in options, such as two network devices.
+        self._by_content: MutableMapping[tuple[Hashable, str, OptionsKey], Group] = {}
         # By digest, the number of the next name. It falls when the highest numbers are freed.
         self._times_named: Counter[str] = Counter()
         self._freed: dict[str, set[int]] = {}  # by digest, lower numbers that can be given again
@@ -71,12 +77,12 @@ class GroupRegistry(WorldState):
                 what sharing would save.
         """
         with state_lock.held:
-            found = [(group.content, group.name) for group in self._by_content.values()]
-        names: dict[Hashable, list[str]] = {}
+            found = [(content, group.name) for content, group in self._by_content.items()]
+        names: dict[Hashable, dict[str, None]] = {}
         for content, name in found:
-            names.setdefault(content and content[1:], []).append(name)
+            names.setdefault(content[1:], {})[name] = None
         first = 1 if beyond_first else 0
-        return {name for equal in names.values() if len(equal) > 1 for name in equal[first:]}
+        return {name for equal in names.values() if len(equal) > 1 for name in [*equal][first:]}
 
     def find_or_plan(self, scope: Hashable, ref: GroupRef, *, lazy: bool) -> list[int]:
         """Attach the group that a reference requests, planned if it is new; return its ranks.
@@ -88,7 +94,6 @@ class GroupRegistry(WorldState):
         """
         request = ref.request
         ranks, identity = request.ranks_and_digest()
-        # The key, not its digest: that does not distinguish handles, such as two network devices.
         content = scope, identity, request.options.key
         with state_lock.held:
             group = self._by_content.get(content)
@@ -122,20 +127,32 @@ class GroupRegistry(WorldState):
     def _next_name(self, identity: str) -> str:
         return f"meshverse-{identity}-{self._times_named[identity]}"
 
-    def find_leftover(self, request: GroupRequest) -> Group | None:
-        """Return the leftover of these ranks and options, or None; see the class."""
+    def find_leftover(self, scope: Hashable, request: GroupRequest) -> Group | None:
+        """Return the leftover that a call of this scope uses, or None; see the class."""
         if not self._leftovers:
             return None
         key = _content_in_all_scopes(request)
         group = self._leftovers.get(key)
-        if group is None or group.state is State.LIVE:
-            return group
-        self._leftovers.pop(key, None)
-        return None
+        if group is None:
+            return None
+        if group.state is not State.LIVE:
+            self._leftovers.pop(key, None)
+            return None
+        known = self._by_content.get((scope, *key), group)
+        return group if known is group or known.is_gone else None
 
     def add_leftover(self, group: Group) -> None:
         """Have later calls use a live group; see the class."""
         self._leftovers[_content_in_all_scopes(group.request)] = group
+
+    def attach_leftover(self, group: Group, scope: Hashable, ref: GroupRef) -> None:
+        """Attach a leftover to a reference of a scope, which has this group from now on."""
+        content = (scope, *_content_in_all_scopes(group.request))
+        with state_lock.held:
+            if group.contents:  # or else it is found by its name only
+                group.contents.add(content)
+                self._by_content[content] = group
+            self.attach(group, ref)
 
     def is_live(self, name: str) -> bool:
         """Return whether the group of this c10d name is live."""
@@ -197,11 +214,12 @@ class GroupRegistry(WorldState):
                 return
             if group.state is State.PLANNED:
                 self.free_name_of(group, has_failed=has_failed)
-            if self._by_content.get(group.content) is group:
-                del self._by_content[group.content]
             if has_failed and group.may_be_elsewhere:
                 self.add_leftover(group)
                 return
+            for content in group.contents:
+                if self._by_content.get(content) is group:
+                    del self._by_content[content]
             if self._by_name.get(group.name) is group:
                 del self._by_name[group.name]
         group.end(abort=abort)
@@ -258,7 +276,7 @@ class GroupRegistry(WorldState):
         with state_lock.held:
             kept = [group for group in self if group.refs.alive()]
             self._by_name = {group.name: group for group in kept}
-            self._by_content = {group.content: group for group in kept if group.content}
+            self._by_content = {content: group for group in kept for content in group.contents}
             self._times_named = Counter(current.state(GroupRegistry)._times_named)
             self._freed.clear()
             for name in self._by_name:

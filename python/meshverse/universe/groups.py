@@ -457,7 +457,7 @@ class UniverseGroups:
         new.append(ref)  # first, so that it is released whatever interrupts this
         leftover = ranks = None
         if way is not Way.DEFAULT_GROUP and request.position is not None and not self._lazy:
-            leftover = self.registry.find_leftover(request)
+            leftover = self.registry.find_leftover(self.scope, request)
         if way is Way.DEFAULT_GROUP:
             self.registry.add_c10d_group(world.default_group, ref)
             world.axes_of_default_group[request.axis_name] = None
@@ -486,9 +486,11 @@ class UniverseGroups:
         """Create the group of a reference, unless it exists already."""
         world, group = self._world, ref.group
         assert group is not None
+        # Meshes of lazy universes have its name, so that no leftover can take its place.
+        has_group = None if group.is_lazy else self.registry.is_live
         try:
             ref.created = group.make(
-                lambda group: create_by_members(group, world, ranks, self.registry.is_live)
+                lambda group: create_by_members(group, world, ranks, has_group)
             )
         except LeftoverError as found:
             self.registry.release(ref, has_failed=True)
@@ -500,7 +502,7 @@ class UniverseGroups:
     def _refer_to_leftover(self, leftover: Group, ref: GroupRef) -> None:
         """Attach a group that became live in an earlier call, which failed here or elsewhere."""
         ref.created = not leftover.refs.alive()
-        self.registry.attach(leftover, ref)
+        self.registry.attach_leftover(leftover, self.scope, ref)
 
     def give_up(self) -> None:
         """Leave all groups to later calls: the call that creates the universe has failed."""

@@ -255,7 +255,7 @@ def _why_no_group(current: World, ref: GroupRef, group: Group) -> list[str]:
     if request.way is Way.SPLIT and group.state is State.DESTROYED:
         return [f"the {group.in_words()} was destroyed: all ranks would have to split it off again"]
     if request.way is Way.OTHER_UNIVERSE:
-        if group.content is None:
+        if not group.contents:
             return [f"the {group.in_words()} is of another universe, and was created by all ranks"]
         return []
     way, _ = way_to_create(request.axis, request.options, current)
