@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshverse
 from helpers.interrupts import is_interrupted_at
@@ -232,6 +235,65 @@ def test_what_a_failed_call_has_left_in_the_new_world(monkeypatch: pytest.Monkey
     with fake_world(8, 5):
         assert meshverse.revive() == (mesh.universe,)
         assert mesh.get_group("tp").size() == 4
+
+
+@contextlib.contextmanager
+def _world_on(store: dist.Store) -> Iterator[None]:
+    """A world of one rank, which waits for no others in a store in which ranks could meet."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=store)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _mesh_of_one(**settings: Any) -> DeviceMesh:
+    names = ("dp", "tp")
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=names, isolate="x", **settings)
+
+
+def _make_calls_that_ranks_compare(mesh: DeviceMesh, tag: str) -> None:
+    mesh.flatten("all", isolate=tag)
+    mesh.unflatten("tp", (1, 1), ("x", "y"), isolate=tag)
+    _mesh_of_one(universe=mesh.universe)
+
+
+def test_on_a_store_in_which_ranks_cannot_compare_calls_and_on_one_in_which_they_can() -> None:
+    can = []
+    for store in (dist.HashStore(), FakeStore(), dist.HashStore()):
+        with _world_on(store):
+            if not can:
+                mesh, ended = _mesh_of_one(), _mesh_of_one()
+            else:
+                assert mesh.universe in meshverse.revive()
+            can.append(mesh.universe.groups.calls.is_compared)
+            _make_calls_that_ranks_compare(mesh, f"tag {len(can)}")
+            if len(can) == 2:
+                ended.universe.destroy()
+            if len(can) == 3:
+                mesh.universe.destroy()
+                assert store.num_keys() == 0
+    assert can == [True, False, True]
+
+
+def test_a_universe_that_was_not_freed_is_freed_on_a_store_without_comparisons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with _world_on(dist.HashStore()):
+        mesh, ended = _mesh_of_one(), _mesh_of_one()
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("the connection is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "destroy_process_group", refuse)
+            with pytest.raises(RuntimeError, match="the connection is gone"):
+                ended.universe.destroy()
+    with _world_on(FakeStore()):
+        assert meshverse.revive() == (mesh.universe,)
+        ended.universe.destroy()
+        assert ended.universe.groups.is_freed
 
 
 def test_the_axes_of_the_default_group_are_still_known() -> None:

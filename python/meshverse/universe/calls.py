@@ -28,7 +28,8 @@ class UniverseCalls:
         part_of: calls of the universe that this one is a part of, if any.
 
     Attributes:
-        is_compared: whether calls are compared.
+        is_compared: whether calls are compared: if that is wanted, this rank is in the rank map, and
+            the world's store allows it.
         number: number of the universe, from 0, among those over its ranks that created groups. None
             until its first call that creates groups for all its ranks has succeeded.
         compared: each compared call: its layout, the index of its first axis, and the name and
@@ -205,7 +206,8 @@ class UniverseCalls:
         if world is None or world.is_over or not self.is_compared:
             return
         store = world.run_keys
-        assert store is not None
+        if store is None:  # the keys were in the store of a world that was revived on this one
+            return
         with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
             while self._keys_written:
                 store.remove(self._keys_written[-1])
@@ -213,8 +215,10 @@ class UniverseCalls:
             world.run.remove_user(self, world.store)
 
     def on_revive(self) -> None:
-        """Forget the keys that this rank wrote: they are in the store of the world that ended."""
+        """Go on with the store of the new default group, which has none of this rank's keys."""
         self._keys_written.clear()
+        has_store = self._world is not None and self._world.store is not None
+        self.is_compared = self._is_wanted and self._position is not None and has_store
 
 
 def _stride(axis: AxisLayout) -> str:
