@@ -296,6 +296,35 @@ def test_a_universe_that_was_not_freed_is_freed_on_a_store_without_comparisons(
         assert ended.universe.groups.is_freed
 
 
+def test_with_a_default_group_whose_groups_all_ranks_must_create_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+    reason = (
+        r"all ranks would have to create the process group of axis 'dp' with ranks \[1, 5\] "
+        "together now: TORCH_DIST_INIT_BARRIER=1\n"
+    )
+    with fake_world(8, 5), monkeypatch.context() as patch:
+        patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+        with pytest.raises(RuntimeError, match=reason):
+            meshverse.revive()
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+
+
+def test_with_a_default_group_that_can_be_reconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+    reason = "the default group can be reconfigured now, and could not when the meshes were created"
+    with monkeypatch.context() as patch:
+        patch.setattr("meshverse.world.can_be_reconfigured", lambda group: True)
+        with fake_world(8, 5), pytest.raises(RuntimeError, match=reason):
+            meshverse.revive()
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+
+
 def test_the_axes_of_the_default_group_are_still_known() -> None:
     with fake_world(8, 5):
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))

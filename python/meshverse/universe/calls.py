@@ -28,8 +28,8 @@ class UniverseCalls:
         part_of: calls of the universe that this one is a part of, if any.
 
     Attributes:
-        is_compared: whether calls are compared: if that is wanted, this rank is in the rank map, and
-            the world's store allows it.
+        is_compared: whether calls are compared: if that is wanted, this rank is in the rank map,
+            and the world's store allows it.
         number: number of the universe, from 0, among those over its ranks that created groups. None
             until its first call that creates groups for all its ranks has succeeded.
         compared: each compared call: its layout, the index of its first axis, and the name and

@@ -211,8 +211,13 @@ def _ended_handles(
 
 def _what_changed(current: World, world: World) -> list[str]:
     was, now = (world.rank, world.size), (current.rank, current.size)
-    what = f"this process was rank {was[0]} of {was[1]} and is rank {now[0]} of {now[1]} now"
-    return [] if was == now else [what]
+    if was != now:
+        return [f"this process was rank {was[0]} of {was[1]} and is rank {now[0]} of {now[1]} now"]
+    if current.may_change and not world.may_change:  # meshes store their coordinates, for good
+        return [
+            "the default group can be reconfigured now, and could not when the meshes were created"
+        ]
+    return []
 
 
 def _why_not(current: World, plan: _Plan) -> list[str]:
@@ -258,7 +263,9 @@ def _why_no_group(current: World, ref: GroupRef, group: Group) -> list[str]:
         if not group.contents:
             return [f"the {group.in_words()} is of another universe, and was created by all ranks"]
         return []
-    way, _ = way_to_create(request.axis, request.options, current)
+    way, reason = way_to_create(request.axis, request.options, current)
+    if way is Way.BY_ALL:
+        return [f"all ranks would have to create the {group.in_words()} together now: {reason}"]
     if (way is Way.SPLIT) != (request.way is Way.SPLIT):
         return ["the new default group is of another backend, or is bound to a device differently"]
     return []
