@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # the backend "fake"
 
+import meshverse
 from helpers.crew import Crew
 from helpers.turns import wait_until_they_wait
 from meshverse import Topology, init_device_mesh
@@ -196,6 +197,35 @@ def test_a_later_run_on_the_same_store_does_not_read_what_an_earlier_one_wrote(
 ) -> None:
     expected = [{"node": {"a": "0-1", "b": "2-3"}}, {"node": {"a": "0,2", "b": "1,3"}}]
     assert crew.run(_two_runs_on_one_store, 4, str(tmp_path)) == [expected] * 4
+
+
+def _two_runs_of_which_the_first_revives(folder: str) -> dict[str, dict[str, str]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def next_world(backend: str, store: dist.Store) -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+    own = dist.PrefixStore("kept", dist.FileStore(f"{folder}/store", size))
+    Topology.detect(node="a")
+    names = ("dp", "tp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names, check_consistency=False)
+    next_world("cpu:gloo", own)
+    assert meshverse.revive() == (mesh.universe,)
+    Topology.detect(node="aabb"[rank])
+    dist.barrier()
+    mesh.universe.destroy()
+    next_world("cpu:fake", own)
+    Topology.detect(node="a")
+    seen = Topology.detect(node="abab"[rank]).to_dict()
+    next_world("gloo", dist.FileStore(f"{folder}/last", size))
+    return seen
+
+
+def test_a_later_run_does_not_read_what_a_revived_world_wrote(crew: Crew, tmp_path: Path) -> None:
+    expected = {"node": {"a": "0,2", "b": "1,3"}}
+    assert crew.run(_two_runs_of_which_the_first_revives, 4, str(tmp_path)) == [expected] * 4
 
 
 def _some_tell_no_switch() -> str:
