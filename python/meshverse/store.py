@@ -188,6 +188,12 @@ class Run:
 
         The counts of runs stay if an earlier run may have left keys in this store: otherwise a
         later run would begin at 1 again and find those keys.
+
+        This rank does not know whether the others remove theirs. If a rank has no user left and
+        another one does when the default group ends, the next run on this store has two numbers:
+        its ranks do not meet, and wait until their timeout. A rank that removed its own count only
+        would begin at 1 again all the same; so both would have to stay, also where all ranks have
+        removed their keys.
         """
         with state_lock.held:
             if user not in self._users:
