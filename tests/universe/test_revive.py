@@ -239,7 +239,7 @@ def test_what_a_failed_call_has_left_in_the_new_world(monkeypatch: pytest.Monkey
 
 @contextlib.contextmanager
 def _world_on(store: dist.Store) -> Iterator[None]:
-    """A world of one rank, which waits for no others, on a store that allows a rendezvous or not."""
+    """A world of one rank, which waits for no others, on a store that may allow no rendezvous."""
     dist.init_process_group("fake", rank=0, world_size=1, store=store)
     try:
         yield
