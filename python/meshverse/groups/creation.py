@@ -62,7 +62,7 @@ def _split(request: GroupRequest, world: World, name: str | None) -> ProcessGrou
     if request.position is not None and name is None:
         # The name is used up even if the split fails, which may leave keys in the store: the next
         # split must not find them.
-        name = _new_name(request, world)
+        name = _take_name(request, world)
     return split_c10d_group(
         request.ordered(groups.ranks_of(request.position or 0)),
         world.default_group,
@@ -98,7 +98,7 @@ def _make_by_all_in_order(
             "passes to it. Pass ranks that ascend along each axis, or preserve_rank_order=False, "
             "or update torch."
         )
-    name = "" if request.position is None else _new_name(request, world)
+    name = "" if request.position is None else _take_name(request, world)
     mine = None
     for index, ranks in enumerate(groups.all().tolist()):
         made = create_c10d_group(
@@ -116,8 +116,8 @@ def _make_by_all_in_order(
     return mine
 
 
-def _new_name(request: GroupRequest, world: World) -> str:
-    return world.state(GroupRegistry).new_name(request)
+def _take_name(request: GroupRequest, world: World) -> str:
+    return world.state(GroupRegistry).take_name(request)
 
 
 def agree_on_leftover(group: Group, world: World) -> None:
@@ -128,7 +128,7 @@ def agree_on_leftover(group: Group, world: World) -> None:
     """
     ranks = group.request.my_ranks()
     if _store_for_rendezvous(group.request, ranks, world) is not None:
-        name = world.state(GroupRegistry).next_name(group.request)
+        name = world.state(GroupRegistry).peek_name(group.request)
         world.state(Rendezvous).set_leftover(world, name, group.name)
 
 

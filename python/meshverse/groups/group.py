@@ -80,8 +80,8 @@ class Group:
         have_all_joined: whether all members have joined a rendezvous to create it. Then c10d may
             have created it on some of them only.
         refs: references not yet released. The group ends with the last one that owns it, and c10d's
-            group with it. No universe owns a foreign group: it ends with its last reference, and
-            c10d's group stays.
+            group with it. No universe owns an external group (`is_external`): it ends with its last
+            reference, and c10d's group stays.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Group:
             self._drop_handle()
 
     def end(self, *, abort: bool) -> None:
-        """End the group. c10d's group is destroyed too, unless it is foreign or gone already.
+        """End the group. c10d's group is destroyed too, unless it is external or gone already.
 
         Args:
             abort: abort its collectives, if the backend can, instead of waiting for them.

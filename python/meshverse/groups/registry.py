@@ -109,7 +109,7 @@ class GroupRegistry(WorldState):
             self.attach(group, ref)
         return ranks
 
-    def new_name(self, request: GroupRequest) -> str:
+    def take_name(self, request: GroupRequest) -> str:
         """Return a name for a group that all ranks create together.
 
         `find_or_plan` does not find that group.
@@ -120,7 +120,7 @@ class GroupRegistry(WorldState):
             self._times_named[identity] += 1
         return name
 
-    def next_name(self, request: GroupRequest) -> str:
+    def peek_name(self, request: GroupRequest) -> str:
         """Return the name that the next new group of these ranks and options would get."""
         return self._next_name(request.ranks_and_digest()[1])
 

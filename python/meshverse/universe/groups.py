@@ -179,8 +179,10 @@ class UniverseGroups:
             ref: GroupRef | None = cache.get(axis, key) or cache.get(axis.sorted(), key)
             if ref is not None:
                 return ref
-        foreign = (ref for ref in self.along(axis) if ref.request.way in _NOT_SHARED)
-        return next((ref for ref in foreign if ref.request.options.key.digest == key_digest), None)
+        not_shared = (ref for ref in self.along(axis) if ref.request.way in _NOT_SHARED)
+        return next(
+            (ref for ref in not_shared if ref.request.options.key.digest == key_digest), None
+        )
 
     def ascends(self, axis: AxisLayout) -> bool:
         """Return whether the ranks of all groups of an axis ascend."""
@@ -365,15 +367,15 @@ class UniverseGroups:
         # (`request_tagged`), for which torch creates no group: only a group's first request counts.
         universe, world = self._universe(), self._world
         assert universe is not None
-        uses_other_groups = any(request.way is not Way.DEFAULT_GROUP for request in requests)
-        if uses_other_groups and universe.rank != world.rank:
+        beyond_default_group = any(request.way is not Way.DEFAULT_GROUP for request in requests)
+        if beyond_default_group and universe.rank != world.rank:
             raise ValueError(
                 f"The universe of {self._rank_map} was created with rank={universe.rank}, but this "
                 f"process is rank {world.rank} of the default process group, and can create the "
                 "groups of this rank only. Create the universe without rank=."
             )
         fingerprint = None
-        if uses_other_groups and self.calls.is_compared:
+        if beyond_default_group and self.calls.is_compared:
             default_key = self._builder.default_key
             are_default = all(request.options.key == default_key for request in requests)
             fingerprint = self.calls.compare(requests, call, layout, first, are_default=are_default)
@@ -390,7 +392,7 @@ class UniverseGroups:
         except BaseException as error:
             self._roll_back(new, refs, error, fingerprint)
             raise
-        if uses_other_groups and layout.size == self._rank_map.size:
+        if beyond_default_group and layout.size == self._rank_map.size:
             self.calls.take_number()
         if not self.had_own_groups and not all(ref.is_borrowed for ref in refs):
             world.state(WorldUniverses).add(universe)
