@@ -1,9 +1,10 @@
 """The watch of a job: a thread on each rank that finds out why collectives are stuck.
 
-Every few seconds, the thread checks whether a collective, send or receive of its rank is older than
-the limit. If so, it raises an alarm in the store. At an alarm, the threads of all ranks write where
-their ranks are, also on ranks that wait in no collective. In each stuck group, one rank is the
-reporter: it reads these records and logs the verdict.
+Every few seconds, the thread checks whether its rank is longer than the limit in a collective, a
+send or receive, or the rendezvous in which members create a group. If so, it raises an alarm in the
+store. At an alarm, the threads of all ranks write where their ranks are, also on ranks that wait in
+no collective. In each stuck group, one rank is the reporter: it reads these records and logs the
+verdict.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def watch(
     an error in the program, and never uses a process group.
 
     Args:
-        seconds: time after which a collective, send or receive counts as stuck, from 1 s to 7 days;
-            None ends the watch.
+        seconds: time after which a collective, a send or receive, or the wait for the members of a
+            new group counts as stuck, from 1 s to 7 days; None ends the watch.
         on_stuck: function that is called with a `Hang` on each rank that waits in a stuck group, in
             the thread of the watch: for example to end the job, or to page somebody. It does not
             run on the ranks that these wait for. Its errors are logged.
