@@ -67,13 +67,13 @@ def _without_leftover(outcome: str) -> str:
 
 
 def _as_attempt_before(outcome: str) -> str:
-    """Return the outcome of the attempt before as a sentence, "" if it says nothing."""
+    """Return a sentence on the attempt before, from its outcome; "" if that says nothing."""
     if not outcome or outcome.startswith(_ALL_JOINED):
         return ""
     if not outcome.startswith(_LEFTOVER):
-        return f" The attempt before failed: {outcome}"
+        return f" The attempt before failed: {outcome.removesuffix('.')}."
     _, name, who = outcome.split(" ", 2)
-    return f" The attempt before ended as another member called again and uses {name} ({who})"
+    return f" The attempt before ended as another member called again and uses {name} ({who})."
 
 
 class Joined(NamedTuple):

@@ -460,9 +460,9 @@ class GroupRef:
         return words if reason is None else f"{words} ({reason})"
 
     def _other_axes(self, group: Group) -> str:
-        """Return the axes of other names that use a group in other universes; "" if there are none.
+        """Return which axes of other meshes use a group, in words; "" if there are none.
 
-        Of the same name are also those of this universe's parts, whose requests are counted here.
+        Names that this universe's requests have, too, are left out: a part may have requested them.
         """
         of_others = (name for ref in group.refs.alive() for name in list(ref.requests))
         names = [name for name in dict.fromkeys(of_others) if name not in self.requests]

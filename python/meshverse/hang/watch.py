@@ -1,10 +1,10 @@
 """The watch of a job: a thread on each rank that finds out why collectives are stuck.
 
-Every few seconds, the thread checks whether its rank is longer than the limit in a collective, a
-send or receive, or the rendezvous in which members create a group. If so, it raises an alarm in the
-store. At an alarm, the threads of all ranks write where their ranks are, also on ranks that wait in
-no collective. In each stuck group, one rank is the reporter: it reads these records and logs the
-verdict.
+Every few seconds, the thread checks whether its rank has been in a collective, a send or receive,
+or the rendezvous in which members create a group, for longer than the limit. If so, it raises an
+alarm in the store. At an alarm, the threads of all ranks write where their ranks are, also on ranks
+that wait in no collective. In each stuck group, one rank is the reporter: it reads these records
+and logs the verdict.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class UniverseCalls:
             are_default: whether all requests have the universe's default options.
 
         Returns:
-            Fingerprint of the ranks that compared the call; None if it did before.
+            Fingerprint of the ranks that compared the call; None if compared before.
 
         Raises:
             RanksDifferError: the ranks disagree.
