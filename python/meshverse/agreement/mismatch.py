@@ -35,7 +35,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from meshverse.store import StoreKeys
 from meshverse.world import World, WorldState
@@ -116,23 +116,10 @@ class _Calls:
     def __init__(self) -> None:
         self.n_compared = 0
         self.n_counted = 0  # of these, those that the store counts this rank as past
-        self.n_universes = 0
         self.mismatch = ""  # the error message, once these ranks disagree
         self.has_raised = False  # whether the program got that error
         self.why_stopped = ""  # the reason, once this rank compares no more calls
         self.has_logged_stop = False
-
-
-class Numbered(Protocol):
-    """A universe that has a number among those over its ranks.
-
-    Attributes:
-        fingerprint: fingerprint of the set of its ranks.
-        number: its number, from 0; None until it has one.
-    """
-
-    fingerprint: str
-    number: int | None
 
 
 class ComparedCalls(WorldState):
@@ -152,25 +139,16 @@ class ComparedCalls(WorldState):
                 calls.mismatch, calls.why_stopped = "", "the ranks disagreed before revive()"
                 calls.has_raised = False
 
-    def keep_counts(self, compared: Collection[str], n_universes: Mapping[str, int]) -> None:
+    def keep_counts(self, fingerprints: Collection[str]) -> None:
         """Keep the counts of these sets of ranks and drop the others.
 
         All ranks of a set must pass it.
-
-        Args:
-            compared: fingerprints of the sets of ranks whose compared calls stay counted.
-            n_universes: number of universes of each set of ranks, by its fingerprint.
         """
-        kept = {
+        self._by_fingerprint = {
             fingerprint: calls
             for fingerprint, calls in self._by_fingerprint.items()
-            if fingerprint in compared
+            if fingerprint in fingerprints
         }
-        self._by_fingerprint = kept
-        for fingerprint, calls in kept.items():
-            calls.n_universes = n_universes.get(fingerprint, 0)
-        for fingerprint, number in n_universes.items():
-            self._of(fingerprint).n_universes = number
 
     def compare(
         self,
@@ -282,22 +260,6 @@ class ComparedCalls(WorldState):
                 "%s. If ranks build different meshes now, they may wait until their timeout.",
                 calls.why_stopped,
             )
-
-    def number_universe(self, universe: Numbered) -> None:
-        """Number a universe, unless it has a number, and count it.
-
-        Call it again after a call that was interrupted.
-        """
-        calls = self._of(universe.fingerprint)
-        if universe.number is None:
-            universe.number = calls.n_universes
-        calls.n_universes = max(calls.n_universes, universe.number + 1)
-
-    def take_back_number(self, fingerprint: str, number: int) -> None:
-        """Let the next universe over these ranks have this number, if it was the last one."""
-        calls = self._of(fingerprint)
-        if calls.n_universes == number + 1:
-            calls.n_universes = number
 
     def _of(self, fingerprint: str) -> _Calls:
         known = self._by_fingerprint.get(fingerprint)

@@ -188,7 +188,7 @@ class RequestBuilder:
         axes = axes[first : first + len(axis_names)]
         options = [self._default or self._resolve_default()] * len(axis_names)
         if overrides:
-            options = [self._options(override) for override in overrides]
+            options = [self.resolve(override) for override in overrides]
         if tags:
             options = [one.with_tag(tag) for one, tag in zip(options, tags, strict=True)]
         return [
@@ -198,7 +198,7 @@ class RequestBuilder:
 
     def inherited(self, axis: AxisLayout, axis_name: str) -> GroupRequest:
         """Return the request of an axis without options of its own."""
-        return self.with_options(axis.sorted(), axis_name, self._options(NO_OVERRIDE))
+        return self.with_options(axis.sorted(), axis_name, self.resolve(NO_OVERRIDE))
 
     def over_whole_universe(
         self, name: str, override: Override, timeout: timedelta | None, tag: str
@@ -248,7 +248,12 @@ class RequestBuilder:
             axis, self._rank_map, self._position, options, axis_name, Way.USER_PROVIDED
         )
 
-    def _options(self, override: Override) -> GroupOptions:
+    def resolve(self, override: Override) -> GroupOptions:
+        """Return the options of an axis with this override.
+
+        Raises:
+            TypeError: a field of an options object cannot be read or compared.
+        """
         if override == NO_OVERRIDE:
             return self._default or self._resolve_default()
         assert self._world is not None

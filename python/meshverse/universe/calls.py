@@ -14,6 +14,8 @@ from meshverse.groups.request import GroupRequest
 from meshverse.locks import state_lock
 from meshverse.world import World
 
+from .registry import WorldUniverses
+
 
 class UniverseCalls:
     """This rank's calls that request process groups of one universe; see `agreement.mismatch`.
@@ -170,8 +172,13 @@ class UniverseCalls:
 
     def take_number(self) -> None:
         """Number the universe, unless it has a number."""
+        assert self._world is not None
+        next_numbers = self._world.state(WorldUniverses).next_numbers
         with state_lock.held:
-            self._of_world.number_universe(self)
+            if self.number is None:
+                self.number = next_numbers[self.fingerprint]
+            # Also after a call that was interrupted here.
+            next_numbers[self.fingerprint] = max(next_numbers[self.fingerprint], self.number + 1)
 
     def note_failure(self, fingerprint: str | None, error: BaseException) -> None:
         """Note that a call failed on this rank. It may have succeeded on others.
@@ -196,8 +203,12 @@ class UniverseCalls:
                 fingerprint, "one failed on this rank, and may have succeeded on others"
             )
         if self.number is not None:
-            self._of_world.take_back_number(self.fingerprint, self.number)
-            self.number = None
+            assert self._world is not None
+            next_numbers = self._world.state(WorldUniverses).next_numbers
+            with state_lock.held:
+                if next_numbers[self.fingerprint] == self.number + 1:
+                    next_numbers[self.fingerprint] = self.number
+                self.number = None
         self.remove_from_store()
 
     def remove_from_store(self) -> None:

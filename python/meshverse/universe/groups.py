@@ -322,8 +322,7 @@ class UniverseGroups:
             RuntimeError: the universe or its world has ended, or it was loaded without groups.
         """
         self.check_usable()
-        backend = self._builder.over_whole_universe("", override, None, "").options.backend
-        creation = self._world.how_created(backend)
+        creation = self._world.how_created(self._builder.resolve(override).backend)
         return creation.splits or creation.all_ranks_reason is not None
 
     def over_whole_universe(

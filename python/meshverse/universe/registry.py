@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ class WorldUniverses(WorldState):
             those that were revived come first, in the order in which they were constructed. Strong
             references until the universe or the world ends, so that all ranks find the same
             universes, whenever each collects garbage.
+        next_numbers: number of the next universe over a set of ranks, by the set's fingerprint; see
+            `UniverseCalls.number`.
         n_ended: how many universes were destroyed or aborted.
         with_world_rank: weak references to the universes that took their rank from the default
             group.
@@ -30,6 +33,7 @@ class WorldUniverses(WorldState):
 
     def __init__(self) -> None:
         self.with_groups: list[Universe] = []
+        self.next_numbers: Counter[str] = Counter()
         self.n_ended = 0
         self.with_world_rank: WeakRegistry[Universe] = WeakRegistry()
 
@@ -61,12 +65,18 @@ class WorldUniverses(WorldState):
             universe.meshes.note_world_end()
 
     def on_revive(self, current: World) -> None:
-        """Undo `end`: keep universes that created groups, and let meshes store coordinates."""
-        self.with_groups = [
-            universe
-            for universe in _universes.alive()
-            if universe.groups.had_own_groups and not universe.is_over and self._has(universe)
-        ]
+        """Undo `end`: keep universes that created groups, and let meshes store coordinates.
+
+        The next numbers follow those of the universes that are revived: all ranks of a universe
+        revive it, so they go on with the same number.
+        """
+        revived = [universe for universe in universes_not_ended() if self._has(universe)]
+        self.with_groups = [universe for universe in revived if universe.groups.had_own_groups]
+        self.next_numbers.clear()
+        for calls in (universe.groups.calls for universe in revived):
+            if calls.number is not None:
+                following = max(self.next_numbers[calls.fingerprint], calls.number + 1)
+                self.next_numbers[calls.fingerprint] = following
         for universe in self.with_world_rank.alive():
             universe.meshes.on_revive()
         # The revived world takes the place of the current one, which thus ends here.

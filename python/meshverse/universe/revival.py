@@ -180,20 +180,16 @@ def _numbered(universes: Sequence[Universe]) -> list[Universe]:
 
 
 def _keep_counts(world: World, universes: Sequence[Universe]) -> None:
-    """Carry over the call counts and universe numbers of the revived universes only.
+    """Carry over the call counts of the revived universes only.
 
     All ranks of a universe revive it, so they carry over the same counts.
     """
-    numbers: dict[str, int] = {}
-    for universe in _numbered(universes):
-        fingerprint = universe.groups.calls.fingerprint
-        numbers[fingerprint] = max(numbers.get(fingerprint, 0), universe.serial + 1)
     for universe in universes:
         universe.groups.calls.on_revive()
     compared = {
         each for universe in universes for each in universe.groups.calls.compared_fingerprints
     }
-    world.state(ComparedCalls).keep_counts(compared, numbers)
+    world.state(ComparedCalls).keep_counts(compared)
 
 
 def _ended_handles(

@@ -10,8 +10,8 @@ from meshverse._torch_compat.c10d_groups import resolve_group
 from meshverse._torch_compat.c10d_suspension import memory_stats as backend_memory_stats
 from meshverse.groups.group import Group, State
 
+from .chosen_groups import Chosen, in_one_order
 from .groups import UniverseGroups
-from .warm_up import Chosen, in_one_order
 
 _log = logging.getLogger(__name__)
 
