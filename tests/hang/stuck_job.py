@@ -84,6 +84,18 @@ def skips_a_barrier_in_the_third_step(job: Job) -> None:
             dist.barrier()
 
 
+def is_out_of_step(job: Job) -> None:
+    for step in range(3):
+        if step != 1 or not job.is_odd:
+            dist.all_reduce(job.tensor, group=job.tp)  # the first of a step
+        dist.all_reduce(job.tensor, group=job.tp)  # the second of a step
+
+
+def is_out_of_step_and_sleeps(job: Job) -> None:
+    is_out_of_step(job)
+    load_data()
+
+
 def sleeps(job: Job) -> None:
     if job.is_odd:
         load_data()
@@ -267,6 +279,8 @@ JOBS: dict[str, Callable[[Job], None]] = {
         skips,
         skips_in_the_third_step,
         skips_a_barrier_in_the_third_step,
+        is_out_of_step,
+        is_out_of_step_and_sleeps,
         sleeps,
         loops,
         is_stopped,

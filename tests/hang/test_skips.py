@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshverse.hang.skips import _compare, _Made
+from meshverse.hang.records import Call, GroupSeen, RankRecord
+from meshverse.hang.skips import _compare, _Made, find_skips
+from meshverse.hang.verdicts import Cause, find_stuck
 
 _CALLS = [_Made("axis dp", "all_reduce", (n,), "Float", f"train.py:{n}") for n in range(5)]
 _ROUNDS = st.lists(st.sampled_from(_CALLS), min_size=3, max_size=7)
@@ -45,3 +48,40 @@ def test_a_call_of_many_rounds_is_found_whatever_its_place() -> None:
         assert found is not None
         assert (found.skipper, found.at, found.n_skipped) == (1, at + 1, 1)
         assert found.is_by_rounds
+
+
+def _out_of_step(waiting: list[str], missing: list[str]) -> tuple[int, dict[int, str]] | None:
+    """Return where two ranks were out of step; the first one waits in its last call.
+
+    Args:
+        waiting: line of each call of rank 0; "" if it is not known.
+        missing: the same of rank 1.
+    """
+    records = {}
+    for rank, lines in enumerate([waiting, missing]):
+        records[rank] = record = RankRecord(rank, 100.0)
+        record.groups["g"] = GroupSeen("axis dp", [0, 1])
+        record.calls = [
+            Call("g", number, "all_reduce", number < len(waiting), 0.0, line=line)
+            for number, line in enumerate(lines, 1)
+        ]
+    (stuck,) = find_stuck(records)
+    find_skips([stuck], [stuck], records.get)
+    assert stuck.cause is Cause.MISSING
+    found = stuck.out_of_step
+    return found and (found.number, {rank: call.line for rank, call in found.calls.items()})
+
+
+@pytest.mark.parametrize(
+    ("waiting", "missing", "found"),
+    [
+        (["a", "b", "a", "b", "a"], ["a", "b", "b", "a"], (3, {0: "a", 1: "b"})),
+        (["a", "b", "a", "b", "a"], ["b", "a", "b", "a"], (1, {0: "a", 1: "b"})),
+        (["a", "b", "a", "b", "a"], ["a", "b", "a", "b"], None),
+        (["a", "c", "a", "c", "a"], ["b", "c", "b", "c"], None),  # a and b are branches
+        (["a", "a", "b", "a", "b"], ["c", "a", "b", "a"], None),
+        (["a", "", "a", "", "a"], ["", "a", "", "a"], None),
+    ],
+)
+def test_calls_of_different_lines_with_one_number_are_out_of_step(waiting, missing, found) -> None:
+    assert _out_of_step(waiting, missing) == found

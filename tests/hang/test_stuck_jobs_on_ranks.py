@@ -57,7 +57,9 @@ class Running:
     def wait_for(self, is_there: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + SECONDS
         while not (found := is_there()):
-            assert time.monotonic() < deadline, self.end()  # duration: of a hang, by SECONDS
+            is_over = time.monotonic() >= deadline  # duration: of a hang, by SECONDS
+            are_alive = any(rank.is_alive() for rank in self.ranks)
+            assert (are_alive and not is_over) or is_there(), self.end()
             time.sleep(0.1)  # sleep: it looks again
         return found
 
@@ -116,6 +118,16 @@ class Stuck(NamedTuple):
 
 _ALL = "on the default group, ranks 0-7, float32 (4,)"
 _TP = "on axis tp, ranks 4, 5 (pp=1, dp=0), float32 (4,)"
+_LINES = {
+    line.partition("  # ")[2]: number
+    for number, line in enumerate(_PROGRAM.read_text().splitlines(), 1)
+}
+_OUT_OF_STEP = (
+    "But ranks 4, 5 were out of step before: number 6 on axis tp was all_reduce at "
+    f"hang/stuck_job.py:{_LINES['the first of a step']} in is_out_of_step on rank 4 and all_reduce "
+    f"at hang/stuck_job.py:{_LINES['the second of a step']} in is_out_of_step on rank 5. One of "
+    "these ranks skipped a call there, or made an extra one: results since then may be wrong."
+)
 _CASES = [
     Stuck(
         "sleeps",
@@ -182,9 +194,9 @@ _CASES = [
         "mismatch",
         (
             " number 13 on axis dp, ranks 5, 7 (pp=1, tp=1), float32 (",
-            "as number 13: operation all_gather on rank 5; all_reduce on rank 7. Rank 5",
-            "Rank 5 (pp=1, dp=0, tp=1) skipped all_reduce number 13 on axis dp (rank 7: hang/",
+            "Verdict: Rank 5 (pp=1, dp=0, tp=1) skipped all_reduce number 13 on axis dp (rank 7: ",
             " in log_loss): in earlier repetitions of these calls, it came before what rank 5",
+            "So the ranks make different calls as number 13: operation all_gather on rank 5; ",
         ),
     ),
     Stuck(
@@ -195,6 +207,13 @@ _CASES = [
             "6, 7: hang/stuck_job.py:",
             " in skips_a_barrier_in_the_third_step): in earlier repetitions of these calls, it",
         ),
+    ),
+    Stuck("is_out_of_step", "deadlock", ("Verdict: a deadlock. Rank", _OUT_OF_STEP)),
+    Stuck(
+        "is_out_of_step_and_sleeps",
+        "missing",
+        (" in load_data. ", _OUT_OF_STEP),
+        (" has not called it. ", _OUT_OF_STEP),
     ),
     Stuck(
         "loops",

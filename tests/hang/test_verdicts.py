@@ -94,10 +94,8 @@ def test_of_a_shared_group_a_report_says_that_earlier_results_may_be_wrong() -> 
     other: dict[int, Sequence[Call]] = {1: [_call("dp", 3, operation="broadcast")]}
     late: dict[int, Sequence[Call]] = {1: [_call("dp", 2, done=True)]}
     dead: dict[int, Sequence[Call]] = {}
-    shared, doubt = (
-        "axis dp (shared with ep, fsdp)",
-        "earlier results may be wrong: the axes dp, ep, fsdp share",
-    )
+    shared = "axis dp (shared with ep, fsdp)"
+    doubt = "on one of the axes dp, ep, fsdp, earlier results may be wrong: they share"
     for second in (skipped, other, late):
         assert report(shared, second).count(doubt) == 1
         assert "earlier results" not in report("axis dp", second)

@@ -9,6 +9,7 @@ import meshverse
 from helpers.worlds import FakeWorld, in_worlds
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups.creation import group_desc
+from meshverse.universe.groups import share_world_wide
 
 
 @in_worlds(FakeWorld(8, 5))
@@ -52,6 +53,21 @@ def test_of_the_universes_of_a_group_those_that_created_groups_come_first(world)
     later.universe.destroy()
     with pytest.raises(KeyError, match="No mesh of this rank uses a group named"):
         meshverse.find_group(name)
+
+
+@in_worlds(FakeWorld(8, 5))
+def test_a_group_that_universes_share_has_the_axes_of_all(world) -> None:
+    share_world_wide(True)
+    try:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "model"))
+    finally:
+        share_world_wide(False)
+    found = meshverse.find_group(other.get_group("data"))
+    assert found.axes == ("dp", "data")
+    assert found.universe is mesh.universe
+    mesh.universe.destroy()
+    assert meshverse.find_group(other.get_group("data")).axes == ("data",)
 
 
 @in_worlds(FakeWorld(8, 5))

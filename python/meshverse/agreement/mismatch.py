@@ -45,8 +45,9 @@ _log = logging.getLogger(__name__)
 _VARIABLE = "MESHVERSE_CHECK_CONSISTENCY"
 _CURE = (
     "All ranks of a mesh must create and derive the same meshes in the same order, with the same\n"
-    "options. Either of these two ranks may be the wrong one, or be one call ahead. Ranks that\n"
-    "create no more groups raise no error: end the job on all ranks, and fix the program.\n"
+    "options. Either of these two ranks may be the wrong one, or be one call ahead; others were\n"
+    "not asked. Ranks that create no more groups raise no error: end the job on all ranks, and\n"
+    "fix the program.\n"
     f"({_VARIABLE}=0 turns this comparison off.)"
 )
 _REMOVED_TOGETHER = 32  # calls whose keys are removed at once

@@ -99,9 +99,9 @@ def register_root(mesh: DeviceMesh) -> None:
             "DTensor's caches cannot distinguish equal meshes: a result computed from tensors on "
             "one may be on the other, and communicate in its process groups. To have both on the "
             "same groups, create the second with universe=first.universe, or call "
-            "meshverse.install(share='world') before (`meshverse run --share world`). To keep them "
-            "separate, give the second isolate='some tag': meshes that are used at the same time "
-            "need that. (Logged once.)",
+            "meshverse.install(share='world') before the first mesh, as `meshverse run --share "
+            "world` does. To keep them separate, give the second isolate='some tag': meshes that "
+            "are used at the same time need that. (Logged once.)",
             mesh,
             universe.rank_map,
         )

@@ -171,7 +171,7 @@ class Explanation:
             return None
         from meshverse.tools.pictures.of_universe import picture_of
 
-        summary = f"{self._in_numbers()}."
+        summary = f"{in_numbers([self])}."
         return picture_of(*self._pictured, node_size=node_size, summary=summary)
 
     def to_json(self) -> str:
@@ -197,7 +197,7 @@ class Explanation:
         return f"{head}{html_table(rows, right=numbers) if self.groups else ''}{foot}{drawn}"
 
     def _head(self) -> list[str]:
-        head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {self._in_numbers()}"
+        head = f"Universe of {self.rank_map}, seen by rank {self.rank}. {in_numbers([self])}"
         ended = [f"These process groups have ended. {self.ended}"] if self.ended else []
         parts = [f"Its parts: {'; '.join(self.parts)}."] if self.parts else []
         return [head, *ended, *parts]
@@ -259,15 +259,24 @@ class Explanation:
                 )
         return [[*same.values()] for same in found.values() if len(same) > 1]
 
-    def _in_numbers(self) -> str:
-        planned = f"{self.planned} planned (lazy), " if self.planned else ""
-        text = (
-            f"Requested {self.requested} process group{'s' * (self.requested != 1)}: "
-            f"{self.created} created, {planned}{self.reused} reused. Saved: {self.saved}"
-        )
-        if self.saved_bytes:
-            text += f" (about {in_bytes(self.saved_bytes)} of device memory)"
-        return text + f", {self.planned} of them not created so far" * bool(self.planned)
+
+def in_numbers(explanations: Sequence[Explanation]) -> str:
+    """Return the numbers of process groups requested, created and saved, in words."""
+    requested = sum(each.requested for each in explanations)
+    created = sum(each.created for each in explanations)
+    planned = sum(each.planned for each in explanations)
+    reused = sum(each.reused for each in explanations)
+    saved = sum(each.saved for each in explanations)
+    saved_bytes = sum(each.saved_bytes for each in explanations)
+    text = (
+        f"Requested {counted(requested, 'process group')}: {created} created, "
+        + (f"{planned} planned (lazy), " if planned else "")
+        + f"{reused} reused"
+        + (f" (torch would reuse {reused - saved} of them, too)" if reused > saved else "")
+        + f". Saved: {saved}"
+    )
+    text += f" (about {in_bytes(saved_bytes)} of device memory)" * bool(saved_bytes)
+    return text + f", {planned} of them not created so far" * bool(planned)
 
 
 def in_surplus(n_surplus: int) -> str:

@@ -21,7 +21,7 @@ from .records import (
     group_in_words,
     short_line,
 )
-from .verdicts import Cause, Missing, Skip, Stuck, shapes_in_words
+from .verdicts import Cause, Missing, OutOfStep, Skip, Stuck, shapes_in_words
 
 Coordinates = Callable[[int], Mapping[str, int]]
 """Function of a global rank that returns its coordinates by axis name; {} if unknown."""
@@ -111,6 +111,7 @@ class ReportFormatter(NamedTuple):
                 "may_send": [self._missing_data(missing) for missing in one.may_send],
                 "differing": one.differing,
                 "skip": one.skip and _skip_data(one.skip),
+                "out_of_step": one.out_of_step and _out_of_step_data(one.out_of_step),
                 "cycle": one.cycle,
                 "waits_on": one.waits_on,
                 "root": self._root(one, by_name)[0].name,
@@ -384,10 +385,16 @@ class ReportFormatter(NamedTuple):
             "One of these ranks must begin with the call that another one waits for, or each must "
             "use batch_isend_irecv."
             if is_p2p
-            else "All ranks must use these groups in the same order, and skip none."
+            else "All ranks must use these groups in the same order, and skip none. One of them "
+            "may be a call or a whole step ahead of the others."
         )
-        skipped = f"{self._skipped(one.skip)} " if one.skip is not None else ""
-        text = f"a deadlock. {chain[:1].upper()}{chain[1:]}. {skipped}{rule}"
+        earlier = (by_name[name] for name in one.cycle if by_name[name].out_of_step is not None)
+        why = (
+            f"{self._skipped(one.skip)} {rule}"
+            if one.skip is not None
+            else next(map(_when_out_of_step, earlier), rule)
+        )
+        text = f"a deadlock. {chain[:1].upper()}{chain[1:]}. {why}"
         waiting = (call for name in one.cycle for call in by_name[name].waiting.values())
         if any(call.progress is Progress.ENQUEUED for call in waiting):
             return (
@@ -421,12 +428,11 @@ class ReportFormatter(NamedTuple):
             )
             lines.append(f"{what} {said}".strip())
         number = "" if one.call.is_p2p else f" as number {one.call.number:,}"
-        return f"the ranks make different calls{number}: {', and '.join(lines)}" + (
-            f". {self._skipped(one.skip)}"
-            if one.skip is not None
-            else ". Either a rank skipped an earlier call, or its arguments are wrong."
-            + self._before(one)
-        )
+        differ = f"the ranks make different calls{number}: {', and '.join(lines)}."
+        if one.skip is not None:
+            return f"{self._skipped(one.skip)} So {differ}"
+        either = "Either a rank skipped an earlier call, or its arguments are wrong."
+        return f"{differ} {either}{self._before(one)}"
 
     def _skipped(self, skip: Skip) -> str:
         who, call = self.ranks(skip.ranks), skip.call
@@ -487,6 +493,8 @@ class ReportFormatter(NamedTuple):
                 f"{'joined' if one.call.operation == CREATION else 'called'} it"
                 f"{self._where_to_look(sure[0], are_several=len(sure) > 1)}."
             )
+            if one.out_of_step is not None:
+                parts.append(_when_out_of_step(one))
         elif absent:
             parts.append(
                 f"the recorder of {self.ranks([missing.rank for missing in absent])} no longer has "
@@ -543,6 +551,21 @@ _WITHOUT_RECORD = {
 }
 
 
+def _when_out_of_step(one: Stuck) -> str:
+    """Return where two ranks were first out of step in a group, in words."""
+    assert one.out_of_step is not None
+    number, calls = one.out_of_step
+    who = " and ".join(
+        f"{call.operation} at {short_line(call.line)} on rank {rank}"
+        for rank, call in calls.items()
+    )
+    return (
+        f"But ranks {rank_ranges(list(calls))} were out of step before: number {number:,} on "
+        f"{group_in_words(one.seen)} was {who}. One of these ranks skipped a call there, or made "
+        "an extra one: results since then may be wrong."
+    )
+
+
 def _doubts_on_results(reported: Iterable[Stuck], by_name: Mapping[str, Stuck]) -> Iterator[str]:
     """Yield which axes may have had wrong results before the hang, if a rank skipped a call.
 
@@ -555,15 +578,23 @@ def _doubts_on_results(reported: Iterable[Stuck], by_name: Mapping[str, Stuck]) 
         if one.cause in (Cause.DEADLOCK, Cause.MISMATCH)
         or (one.cause is Cause.MISSING and any(each.is_recorded for each in one.missing))
         for name in (one.name, *one.cycle)
+        # Or else the verdict says so.
+        if by_name[name].out_of_step is None and not _skips_its_own(by_name[name])
     )
     shared = {name: axes for name in names if len(axes := axes_of(by_name[name].seen.label)) > 1}
     if shared:
         groups = " and ".join(dict.fromkeys(", ".join(axes) for axes in shared.values()))
         yield (
-            f"If a rank skipped a call, earlier results may be wrong: the axes {groups} share a "
-            "process group, where a later call of another axis then took the place of the skipped "
-            "one, unless its operation, dtype or size differs."
+            f"If a rank skipped a call on one of the axes {groups}, earlier results may be wrong: "
+            "they share a process group, so a later call of another axis took the place of the "
+            "skipped one, unless its operation, dtype or size differs."
         )
+
+
+def _skips_its_own(one: Stuck) -> bool:
+    """Return whether the call that a rank skipped is the stuck one: no earlier call was shifted."""
+    is_mismatch = one.cause is Cause.MISMATCH
+    return is_mismatch and one.skip is not None and one.skip.call.number == one.call.number
 
 
 def _data(call: Call) -> dict[str, Any]:
@@ -577,6 +608,13 @@ def _skip_data(skip: Skip) -> dict[str, Any]:
         "call": _data(skip.call),
         "n_skipped": skip.n_skipped,
         "is_by_rounds": skip.is_by_rounds,
+    }
+
+
+def _out_of_step_data(one: OutOfStep) -> dict[str, Any]:
+    return {
+        "number": one.number,
+        "calls": [{"rank": rank, **_data(call)} for rank, call in one.calls.items()],
     }
 
 

@@ -11,11 +11,11 @@ ranks than half of them are named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .records import Call, RankRecord
-from .verdicts import Cause, Skip, Stuck, has_even_inputs
+from .verdicts import Cause, OutOfStep, Skip, Stuck, has_even_inputs
 
 _MOST_RANKS = 8  # of each kind of call, whose histories are read
 _FEWEST_REPEATED = 3  # calls that equal those a round earlier
@@ -46,7 +46,7 @@ class _Found(NamedTuple):
 
 
 def find_skips(about: Sequence[Stuck], stuck: Sequence[Stuck], history_of: HistoryOf) -> None:
-    """Set `skip` and `histories` of stuck calls in which a rank may have skipped a call.
+    """Set `skip`, `out_of_step` and `histories` of stuck calls: a rank may have skipped a call.
 
     Args:
         about: stuck calls to examine.
@@ -63,8 +63,15 @@ def find_skips(about: Sequence[Stuck], stuck: Sequence[Stuck], history_of: Histo
             cycle = [by_name[name] for name in one.cycle if name in by_name]
             if not any(each.call.is_p2p for each in cycle):
                 skip = _find_on_cycle(cycle, history_of)
-                for each in cycle:
+                for each, following in _steps(cycle):
                     each.skip = skip
+                    missing = _missing_in(each, following)
+                    if missing is not None:
+                        each.out_of_step = _find_out_of_step(each, missing, history_of)
+        elif one.cause is Cause.MISSING:
+            missing = next((each.rank for each in one.missing if each.is_recorded), None)
+            if missing is not None:
+                one.out_of_step = _find_out_of_step(one, missing, history_of)
 
 
 def _find_in_group(one: Stuck, history_of: HistoryOf) -> None:
@@ -100,8 +107,8 @@ def _find_in_group(one: Stuck, history_of: HistoryOf) -> None:
 def _find_on_cycle(cycle: Sequence[Stuck], history_of: HistoryOf) -> Skip | None:
     """Return the skip by which ranks wait for one another; None if none is sure."""
     found: dict[tuple[int, str, int], Skip] = {}
-    for one, following in zip(cycle, [*cycle[1:], *cycle[:1]], strict=True):
-        missing = next((m.rank for m in one.awaited if m.where == following.name), None)
+    for one, following in _steps(cycle):
+        missing = _missing_in(one, following)
         rank = next(iter(one.waiting))
         if missing is None or rank == missing:
             continue
@@ -147,6 +154,32 @@ def _find_on_cycle(cycle: Sequence[Stuck], history_of: HistoryOf) -> Skip | None
             )
             found[skipper, call.group, call.number] = said
     return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _steps(cycle: Sequence[Stuck]) -> Iterator[tuple[Stuck, Stuck]]:
+    """Yield each stuck call of a cycle with the one that it waits on."""
+    return zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
+
+
+def _missing_in(one: Stuck, following: Stuck) -> int | None:
+    """Return a rank that a stuck call waits for and that waits in the following one."""
+    return next((each.rank for each in one.awaited if each.where == following.name), None)
+
+
+def _find_out_of_step(one: Stuck, missing: int, history_of: HistoryOf) -> OutOfStep | None:
+    """Return where a rank that waits in a stuck call and a missing one were first out of step."""
+    rank = next((rank for rank in one.waiting if rank != missing), None)
+    mine, theirs = (None if each is None else history_of(each) for each in (rank, missing))
+    if rank is None or mine is None or theirs is None:
+        return None
+    both = [{call.number: call for call in _in_group(each, one.group)} for each in (mine, theirs)]
+    lines = [{call.line for call in calls.values()} for calls in both]
+    for number in sorted(both[0].keys() & both[1].keys()):
+        here, there = (calls[number] for calls in both)
+        differ = here.line != there.line and here.line and there.line
+        if differ and here.line in lines[1] and there.line in lines[0]:
+            return OutOfStep(number, {rank: here, missing: there})
+    return None
 
 
 def _aligned(

@@ -105,6 +105,20 @@ class Skip(NamedTuple):
     is_by_rounds: bool
 
 
+class OutOfStep(NamedTuple):
+    """The first collective of a group for which two ranks made calls of different lines.
+
+    Each rank calls from both lines, so they are not two branches of the program, one for each rank.
+
+    Attributes:
+        number: number of the collective in the group.
+        calls: call of each of the two ranks.
+    """
+
+    number: int
+    calls: dict[int, Call]
+
+
 @dataclass
 class Stuck:
     """A call that ranks of a process group are stuck in.
@@ -131,6 +145,8 @@ class Stuck:
         via: if it follows: a rank that it waits for, and the name of the stuck call which that rank
             waits in, on the way to the cause.
         skip: call that ranks skipped; None if that is not sure, or was not examined.
+        out_of_step: of a deadlock or a missing rank, where two of the ranks were first out of step;
+            None if that is not known, or was not examined.
         histories: of a mismatch, the recorded collectives of some ranks in the group, by rank.
     """
 
@@ -151,6 +167,7 @@ class Stuck:
     cycle: list[str] = field(default_factory=list)
     via: tuple[int, str] | None = None
     skip: Skip | None = None
+    out_of_step: OutOfStep | None = None
     histories: dict[int, list[Call]] = field(default_factory=dict)
 
     @property

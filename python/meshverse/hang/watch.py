@@ -364,9 +364,9 @@ class _WatchedWorld:
         record, now = self._record(with_lines=True), time.monotonic()
         self.world.run.add_user(_STORE_USER)
         self._own_keys += [(now, key) for key in alarm.answer(record)]
-        if record.pending():
-            history = self._record(with_lines=True, n_kept=_HISTORY)
-            self._own_keys.append((now, alarm.write_history(history)))
+        # Also if it waits in no call: the others may wait for this rank.
+        history = self._record(with_lines=True, n_kept=_HISTORY)
+        self._own_keys.append((now, alarm.write_history(history)))
         return record
 
     def _answer(self, alarm: Alarm, pause: float, is_over: threading.Event) -> None:

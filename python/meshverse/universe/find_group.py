@@ -17,12 +17,13 @@ class FoundGroup(NamedTuple):
 
     Attributes:
         name: c10d's name of the group.
-        axes: names of all axes that have requested it, the first one first.
+        axes: names of the axes that have requested it, the first one first: those of `universe`,
+            then of other universes that created groups.
         ranks: global ranks, in group-rank order.
         coordinate: this rank's coordinate, by axis name, in the universe's mesh over all its ranks
             with the most axes, of several the first; {} if it is not in that mesh.
-        universe: universe whose axes these are: of several, the one that created groups first, or
-            if none did, the oldest.
+        universe: a universe with such axes: of several, the one that created groups first, or if
+            none did, the oldest.
     """
 
     name: str
@@ -65,13 +66,20 @@ def find_group(name: str | ProcessGroup) -> FoundGroup:
 
 def find_group_optional(name: str) -> FoundGroup | None:
     """Return the process group of a name; None if no mesh of this process uses it."""
-    for universe in universes_here():
-        ref = universe.groups.find(name)
-        if ref is not None and ref.requests:
-            ranks = tuple(ref.request.my_ranks())
-            coordinate = finest_coordinate(universe, ref.request.position)
-            return FoundGroup(name, tuple(ref.requests), ranks, coordinate, universe)
-    return None
+    found = [
+        (universe, ref)
+        for universe in universes_here()
+        if (ref := universe.groups.find(name)) is not None and ref.requests
+    ]
+    if not found:
+        return None
+    universe, first = found[0]
+    # Other universes without own groups are left out: ranks may have different ones.
+    refs = [ref for one, ref in found if one is universe or one.groups.had_own_groups]
+    axes = dict.fromkeys(axis for ref in refs for axis in list(ref.requests))
+    ranks = tuple(first.request.my_ranks())
+    coordinate = finest_coordinate(universe, first.request.position)
+    return FoundGroup(name, tuple(axes), ranks, coordinate, universe)
 
 
 def finest_coordinate(universe: Universe, position: int | None) -> dict[str, int]:

@@ -30,7 +30,7 @@ def _mesh(**options: object) -> DeviceMesh:
 @in_worlds((8, 5))
 def test_a_mesh_as_text(world) -> None:
     assert str(_mesh().draw(node_size=4)) == (
-        "Each place is a rank, with the number of its group; [ ]: the group of rank 5; "
+        "Each place is a rank, and the number is its group's; [ ]: the group of rank 5; "
         "< >: rank 5.\n"
         "\n"
         "pp  4 groups of 2, layout 2:4\n"

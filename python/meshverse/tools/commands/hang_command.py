@@ -97,7 +97,7 @@ def _read(arguments: argparse.Namespace) -> int:
     else:
         names.name(dumps.records)
     stuck = find_stuck(dumps.records)
-    if any(one.cause in (Cause.MISMATCH, Cause.DEADLOCK) for one in stuck):
+    if any(one.cause in (Cause.MISMATCH, Cause.DEADLOCK, Cause.MISSING) for one in stuck):
         from meshverse.hang.skips import find_skips
 
         find_skips(stuck, stuck, dumps.history)

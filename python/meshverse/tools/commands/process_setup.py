@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 from meshverse import install  # and all other names: the program gets what their import does
 from meshverse._torch_compat.flight_recorder import recorder_size
 from meshverse.explain.calling_threads import CallingThreads
-from meshverse.explain.explanation import in_surplus
+from meshverse.explain.explanation import in_numbers, in_surplus
 from meshverse.for_extras import World, WorldState, WorldUniverses, on_world_started
 from meshverse.wording import counted, paragraph
 
-from .summary import shared_group_conflicts, summary_line
+from .summary import shared_group_conflicts
 
 
 class Setup(NamedTuple):
@@ -117,7 +117,7 @@ class _Report(WorldState):
         threads = CallingThreads(self._since_ns)  # read once for all universes
         explained = [universe.explain_with(threads) for universe in universes.with_groups]
         explanations = [replace(explanation, ended="") for explanation in explained]
-        said = summary_line(explanations)
+        said = f"{in_numbers(explanations)}."
         if not universes.n_ended and not any(each.requested for each in explanations):
             # Such as after an error in the creation of the first mesh.
             said = "No process group was created for its meshes, so none was shared."

@@ -1,4 +1,4 @@
-"""Summary of the process groups of several universes, in a few lines."""
+"""The process groups that several axes share, in a few lines."""
 
 from __future__ import annotations
 
@@ -6,29 +6,9 @@ from collections.abc import Iterable
 
 from meshverse.explain.explanation import Explanation, threads_in_words
 from meshverse.explain.group_explanation import GroupExplanation
-from meshverse.wording import counted, in_bytes, rank_list
+from meshverse.wording import rank_list
 
 _SHOWN = 5  # process groups shared by several axes
-
-
-def summary_line(explanations: Iterable[Explanation]) -> str:
-    """Return sentences with the numbers of process groups requested, created and saved."""
-    all_of_them = list(explanations)
-    requested = sum(each.requested for each in all_of_them)
-    created = sum(each.created for each in all_of_them)
-    planned = sum(each.planned for each in all_of_them)
-    reused = requested - created - planned
-    saved = sum(each.saved for each in all_of_them)
-    saved_bytes = sum(each.saved_bytes for each in all_of_them)
-    text = (
-        f"Requested {counted(requested, 'process group')}: {created} created, "
-        + (f"{planned} planned (lazy), " if planned else "")
-        + f"{reused} reused"
-        + (f" (torch would reuse {reused - saved} of them, too)" if reused > saved else "")
-        + f". Saved: {saved}"
-    )
-    text += f" (about {in_bytes(saved_bytes)} of device memory)" * bool(saved_bytes)
-    return text + f", {planned} of them not created so far" * bool(planned) + "."
 
 
 def shared_group_conflicts(explanations: Iterable[Explanation]) -> list[str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 # What a place in a picture is, and the marks of the rank's group and of the rank itself.
-_IN_TEXT = ("Each place is a rank, with the number of its group", "[ ]", "< >")
+_IN_TEXT = ("Each place is a rank, and the number is its group's", "[ ]", "< >")
 _IN_SVG = (
     "Each square is a rank, with the number and colour of its group",
     "outlined",

@@ -35,7 +35,8 @@ def sharing_of(groups: Sequence[PicturedGroups], views: Sequence[PicturedView]) 
         numbers = f": {1 + sum(copies)} with torch, {1 + sum(made)} with Meshverse"
     return Sharing(
         title=f"Process groups on each rank{numbers}",
-        subtitle="Axes in one column have the same ranks and share one process group.",
+        subtitle="Axes in one column have the same ranks and share one process group."
+        + " The default group is counted." * bool(numbers),
         views=tuple(printable(view.title) for view in rows),
         columns=tuple(columns),
     )
