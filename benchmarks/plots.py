@@ -16,7 +16,7 @@ from reports import amount
 
 __all__ = ["draw"]
 
-# Drawn in the first colours; a reader with a dark scheme gets the second.
+# Drawn in the first colors; a reader with a dark scheme gets the second.
 _SIDES = {
     "#c2410c": "#fb923c",
     "#1d4ed8": "#60a5fa",
@@ -29,7 +29,7 @@ _PAPER, _INK, _LINES = "#ffffff", "#1f2328", "#d0d7de"
 _DARK = {**_SIDES, _PAPER: "#0d1117", _INK: "#e6edf3", _LINES: "#30363d"}
 _MARKERS = "osd^vP"
 _FLOOR = "floor"
-# Of one colour and marker in every plot; a colour has one meaning.
+# Of one color and marker in every plot; a color has one meaning.
 _KNOWN_SIDES = [
     "stock",
     "Meshverse",
@@ -41,7 +41,7 @@ _KNOWN_SIDES = [
 
 
 def draw(folder: Path, name: str) -> list[Path]:
-    """Draw each figure of a suite as an SVG that follows the reader's colour scheme.
+    """Draw each figure of a suite as an SVG that follows the reader's color scheme.
 
     Args:
         folder: where the suite's JSON lies and the plots go.
@@ -72,11 +72,11 @@ def draw(folder: Path, name: str) -> list[Path]:
 
 
 def _with_schemes(svg: str) -> str:
-    """Have an SVG take its colours from variables, of which a dark scheme has others."""
-    light = [f"--c{index}: {colour};" for index, colour in enumerate(_DARK)]
-    dark = [f"--c{index}: {colour};" for index, colour in enumerate(_DARK.values())]
-    for index, colour in enumerate(_DARK):
-        svg = svg.replace(colour, f"var(--c{index})")
+    """Have an SVG take its colors from variables, of which a dark scheme has others."""
+    light = [f"--c{index}: {color};" for index, color in enumerate(_DARK)]
+    dark = [f"--c{index}: {color};" for index, color in enumerate(_DARK.values())]
+    for index, color in enumerate(_DARK):
+        svg = svg.replace(color, f"var(--c{index})")
     schemes = (
         f"svg {{ {' '.join(light)} }}\n"
         f"@media (prefers-color-scheme: dark) {{ svg {{ {' '.join(dark)} }} }}\n"
@@ -194,7 +194,7 @@ def _bars(panel: Any, measurement: dict[str, Any], sides: list[str]) -> None:
 
 
 def _index(side: str, sides: list[str]) -> int:
-    """Return the index of a side's colour and marker."""
+    """Return the index of a side's color and marker."""
     order = [*_KNOWN_SIDES, *(one for one in sides if one not in _KNOWN_SIDES)]
     return order.index(side)
 

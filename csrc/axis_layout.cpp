@@ -25,7 +25,7 @@ bool continues(const Mode& left, const Mode& right) {
   return !__builtin_mul_overflow(right.size, right.stride, &span) && left.stride == span;
 }
 
-// coalesce(modes) is the same map, with no size 1 and no mode that continues its right neighbour.
+// coalesce(modes) is the same map, with no size 1 and no mode that continues its right neighbor.
 std::vector<Mode> coalesce(const std::vector<Mode>& modes) {
   std::vector<Mode> coalesced;
   coalesced.reserve(modes.size());

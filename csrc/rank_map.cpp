@@ -108,7 +108,7 @@ RankMap::RankMap(std::int64_t size, Integers ranks, const Fingerprint& fingerpri
       ranks_(std::move(ranks)),
       positions_by_rank_(order_by_rank(ranks_)),
       fingerprint_(fingerprint) {
-  // Equal ranks are neighbours in rank order.
+  // Equal ranks are neighbors in rank order.
   for (std::size_t i = 1; i < ranks_.size(); ++i) {
     const auto at = [&](std::size_t place) {
       return positions_by_rank_.empty() ? static_cast<std::int64_t>(place)

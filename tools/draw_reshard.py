@@ -1,4 +1,4 @@
-"""Draws docs/reshard.svg: a weight before and after a run, elements in the colours of senders.
+"""Draws docs/reshard.svg: a weight before and after a run, elements in the colors of senders.
 
 python tools/draw_reshard.py docs/reshard.svg
 """
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from meshverse._core import AxisLayout, Holders, Layout, RankMap, plan_reshard
-from meshverse.tools.pictures.palette import COLOURS, INKS
+from meshverse.tools.pictures.palette import COLORS, INKS
 
 ROWS, COLUMNS, CELL = 8, 8, 22
 TRAINERS, GENERATORS = range(4), range(4, 6)
@@ -62,7 +62,7 @@ def cell_at(x, row, column, rank, text):
     left, top = x + column * CELL, 50 + row * CELL
     side, middle = CELL - 2, left + CELL / 2 - 1
     return (
-        f'<rect x="{left}" y="{top}" width="{side}" height="{side}" fill="{COLOURS[rank]}"/>'
+        f'<rect x="{left}" y="{top}" width="{side}" height="{side}" fill="{COLORS[rank]}"/>'
         f'<text x="{middle}" y="{top + 15}" class="number" style="fill:{INKS[rank]}">{text}</text>'
     )
 

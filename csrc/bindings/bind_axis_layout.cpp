@@ -99,7 +99,7 @@ objects: modes that continue one another are merged, and modes of size 1 are dro
 
 Args:
     sizes: Size of every mode, at least 1.
-    strides: Distance in positions of two neighbouring indices of every mode, at least 0.
+    strides: Distance in positions of two neighboring indices of every mode, at least 0.
         Row-major where left out.
 
 Raises:

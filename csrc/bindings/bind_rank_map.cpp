@@ -185,7 +185,7 @@ True
       .def("__str__", &RankMap::in_words)
       .def("__reduce__", &reduce);
   // torch.load(weights_only=True) restores objects only by calling their class, which then returns
-  // the interned map; pybind11 does not initialise an object again.
+  // the interned map; pybind11 does not initialize an object again.
   rank_map.attr("__new__") =
       py::staticmethod(py::cpp_function(&new_rank_map, "cls"_a, "size_or_ranks"_a = py::none()));
 }

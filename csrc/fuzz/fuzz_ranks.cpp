@@ -113,8 +113,8 @@ void check_groups(const AxisLayout& axis, const RankMap::Ptr& map, const Integer
     LAW(members[static_cast<std::size_t>(place)] == ranks[static_cast<std::size_t>(position)]);
     const auto first = all.begin() + group * groups.group_size();
     LAW(std::equal(members.begin(), members.end(), first, first + groups.group_size()));
-    const std::int64_t neighbour = groups.offsets()(group);
-    LAW(groups.fingerprint_of(position, "a") == groups.fingerprint_of(neighbour, "a"));
+    const std::int64_t neighbor = groups.offsets()(group);
+    LAW(groups.fingerprint_of(position, "a") == groups.fingerprint_of(neighbor, "a"));
     LAW(!(groups.fingerprint_of(position, "a") == groups.fingerprint_of(position, "b")));
   }
   LAW(throws<std::out_of_range>([&] { groups.group_index(map->size()); }));

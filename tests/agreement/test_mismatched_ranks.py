@@ -24,12 +24,12 @@ from meshverse.agreement import rendezvous
 _OVER_OTHER_RANKS = {
     "overlapping": [[0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]],
     "one left out": [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]],
-    "a neighbour each": [[0, 1], [1, 2], [2, 3], [0, 3]],
+    "a neighbor each": [[0, 1], [1, 2], [2, 3], [0, 3]],
     "another third": [[0, 1, 2], [0, 1, 3], [0, 1, 2], [0, 1, 3]],
 }
 # The rank without which nobody is in a deadlock. It comes last: a deadlock is found soon after, and
 # who joins after the others got their error joins their next attempt.
-_COMES_LAST = {"overlapping": 2, "one left out": 3, "a neighbour each": 0, "another third": 1}
+_COMES_LAST = {"overlapping": 2, "one left out": 3, "a neighbor each": 0, "another third": 1}
 
 
 def _over_other_ranks(way: str) -> tuple[str, list[int]]:

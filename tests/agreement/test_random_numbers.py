@@ -34,7 +34,7 @@ def _drawn_after_each() -> list[Any]:
     numpy.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
     drawn = [_drawn()]
-    _late(1, [0, 3])  # its neighbours in both axes
+    _late(1, [0, 3])  # its neighbors in both axes
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     drawn.append(_drawn())
     _late(2, [0, 1, 3])

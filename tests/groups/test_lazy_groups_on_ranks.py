@@ -63,7 +63,7 @@ def test_fsdp_and_dtensor_make_what_they_use(crew: Crew) -> None:
 
 
 def _in_a_circle() -> str:
-    """Each rank first uses the axis along which its neighbour is in the other group."""
+    """Each rank first uses the axis along which its neighbor is in the other group."""
     mesh = _mesh(timeout=timedelta(seconds=30))
     first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[dist.get_rank()]
     try:

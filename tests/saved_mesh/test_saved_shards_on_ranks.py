@@ -124,7 +124,7 @@ def test_saved_on_stock_and_loaded_while_installed(
 # --- files of other ranks, and meshes that are made later, or never ------------------------------
 
 
-def _load_a_neighbours(folder: str) -> dict[str, Any]:
+def _load_a_neighbors(folder: str) -> dict[str, Any]:
     with side("installed") as family:
         _take_numbers(True)
         mesh = _mesh(family)
@@ -138,9 +138,9 @@ def _load_a_neighbours(folder: str) -> dict[str, Any]:
         }
 
 
-def test_a_neighbours_file_is_on_my_groups(crew: Crew, tmp_path: Path) -> None:
+def test_a_neighbors_file_is_on_my_groups(crew: Crew, tmp_path: Path) -> None:
     crew.run(_save, 4, "stock", str(tmp_path))
-    for answer in crew.run(_load_a_neighbours, 4, str(tmp_path)):
+    for answer in crew.run(_load_a_neighbors, 4, str(tmp_path)):
         assert all(answer.values()), answer
 
 

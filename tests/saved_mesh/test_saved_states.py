@@ -105,7 +105,7 @@ _REFUSED: dict[str, tuple[str, Any, str]] = {
     "decoupled by a number": ("decoupled", 1, "'decoupled' is 1: it must be True or False"),
     "a mesh that is a list": ("mesh", [], r"'mesh' is \[\].*a dictionary with the fields device"),
     "a root that is none": ("root", None, "'root' is None.*a dictionary"),
-    "a field too many": ("mesh.colour", "red", r"unknown: \['colour'\]; another version"),
+    "a field too many": ("mesh.color", "red", r"unknown: \['color'\]; another version"),
     "a field of another type": ("3", 3, r"unknown: \['3'\]"),
 }
 

@@ -456,9 +456,9 @@ class DeviceMesh(StockDeviceMesh):
     def draw(
         self, axis: str | int | Sequence[str | int] | None = None, *, node_size: int | None = None
     ) -> Picture:
-        """Draw the ranks of this mesh by node, coloured by process group, with this rank outlined.
+        """Draw the ranks of this mesh by node, colored by process group, with this rank outlined.
 
-        `print()` shows the picture as text, `.show()` in colour (with rich) and a notebook as SVG.
+        `print()` shows the picture as text, `.show()` in color (with rich) and a notebook as SVG.
         `.to_svg()` and `.to_html()` return documents as strings. Along the axes of a submesh, all
         groups of its universe are drawn. Drawing creates no process group; showing the picture
         takes O(number of ranks) time.

@@ -140,10 +140,10 @@ class UniverseMeshes:
             (one.layout, one.axis_names) == (mine.layout, mine.axis_names) for one in descriptions
         ):
             return True  # in most calls
-        of_root = set(_labelled(mine))
+        of_root = set(_labeled(mine))
         return any(
-            of_root.issuperset(_labelled(one))
-            or any(_labelled(mesh._description) == _labelled(one) for mesh in self)
+            of_root.issuperset(_labeled(one))
+            or any(_labeled(mesh._description) == _labeled(one) for mesh in self)
             for one in descriptions
         )
 
@@ -302,7 +302,7 @@ def _named_axes(description: MeshDescription) -> list[_NamedAxis]:
     return [(*pair, index) for index, pair in enumerate(pairs)]
 
 
-def _labelled(description: MeshDescription) -> list[tuple[str, AxisLayout]]:
+def _labeled(description: MeshDescription) -> list[tuple[str, AxisLayout]]:
     return list(zip(description.labels, description.layout, strict=True))
 
 

@@ -192,9 +192,9 @@ class Universe:
         return self.explain_with(threads, communicator_bytes)
 
     def draw(self, axis: str | None = None, *, node_size: int | None = None) -> Picture:
-        """Draw the process groups: ranks by node, coloured by group, this rank's groups outlined.
+        """Draw the process groups: ranks by node, colored by group, this rank's groups outlined.
 
-        `print()` shows the picture as text, `.show()` in colours (with rich), and a notebook as
+        `print()` shows the picture as text, `.show()` in colors (with rich), and a notebook as
         SVG. `.to_svg()` and `.to_html()` return it for a file. O(number of ranks), when it is
         shown.
 

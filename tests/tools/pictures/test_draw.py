@@ -131,15 +131,15 @@ def test_a_rank_outside_the_mesh_has_no_group_to_mark(world) -> None:
 
 
 @in_worlds((8, 5))
-def test_colours_on_a_terminal_are_beside_the_same_text(world, capsys) -> None:
-    console = pytest.importorskip("rich.console", reason="the picture is coloured with rich")
+def test_colors_on_a_terminal_are_beside_the_same_text(world, capsys) -> None:
+    console = pytest.importorskip("rich.console", reason="the picture is colored with rich")
     picture = _mesh().draw(node_size=4)
     terminal = console.Console(color_system="truecolor", force_terminal=True, width=40)
     with terminal.capture() as captured:
         terminal.print(picture, soft_wrap=True)
-    coloured = captured.get()
-    assert "\x1b[38;2;0;0;0;48;2;86;180;233m" in coloured
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).rstrip("\n") == str(picture)
+    colored = captured.get()
+    assert "\x1b[38;2;0;0;0;48;2;86;180;233m" in colored
+    assert re.sub(r"\x1b\[[\d;]*m", "", colored).rstrip("\n") == str(picture)
     picture.show()
     assert capsys.readouterr().out.rstrip("\n") == str(picture)
 
@@ -290,13 +290,13 @@ def test_of_many_groups_those_that_are_shared_are_shown() -> None:
     assert sharing.title == "Process groups on each rank"  # how many were created is unknown
 
 
-def test_the_legend_does_not_promise_a_colour_for_each_of_many_groups() -> None:
-    words = "with the number and colour of its group"
-    for size, end in ((16, "; outlined"), (18, " (eight colours, which repeat); outlined")):
+def test_the_legend_does_not_promise_a_color_for_each_of_many_groups() -> None:
+    words = "with the number and color of its group"
+    for size, end in ((16, "; outlined"), (18, " (eight colors, which repeat); outlined")):
         groups = (PicturedGroups(("tp",), AxisLayout(2, 1)),)
         picture = Picture("A world", RankMap.identity(size), 0, groups)
         assert f"{words}{end}" in " ".join(picture.to_svg().split())
-        assert "colour" not in str(picture)  # which has none
+        assert "color" not in str(picture)  # which has none
 
 
 @in_worlds((8, 5))

@@ -237,7 +237,7 @@ def test_nothing_is_cut_or_covered_and_letters_can_be_read(
 
 @pytest.mark.parametrize("what", ["mesh", "universe"])
 @pytest.mark.parametrize("light", [True, False])
-def test_a_notebook_has_its_own_colours_whatever_the_system_prefers(
+def test_a_notebook_has_its_own_colors_whatever_the_system_prefers(
     browser: Browser, tmp_path: Path, what: str, light: bool
 ) -> None:
     page = _write(tmp_path, _shown(what, light)[1])

@@ -1,4 +1,4 @@
-"""Colours of groups can be read, and distinguished by the red-green colour-blind too."""
+"""Colors of groups can be read, and distinguished by the red-green color-blind too."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from meshverse.tools.pictures.palette import COLOURS, INKS, colour_index
+from meshverse.tools.pictures.palette import COLORS, INKS, color_index
 
-Colour = tuple[float, float, float]
+Color = tuple[float, float, float]
 
-# What is seen of linear light: Viénot, Brettel and Mollon, "Digital video colourmaps for checking
+# What is seen of linear light: Viénot, Brettel and Mollon, "Digital video colormaps for checking
 # the legibility of displays by dichromats" (1999).
 _SEEN = {
     "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -19,19 +19,19 @@ _SEEN = {
 }
 
 
-def _linear(colour: str) -> Colour:
-    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+def _linear(color: str) -> Color:
+    digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
     parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
     return red, green, blue
 
 
-def _luminance(colour: Colour) -> float:
-    return 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]
+def _luminance(color: Color) -> float:
+    return 0.2126 * color[0] + 0.7152 * color[1] + 0.0722 * color[2]
 
 
-def _lab(colour: Colour) -> Colour:
-    red, green, blue = (max(0.0, part) for part in colour)
+def _lab(color: Color) -> Color:
+    red, green, blue = (max(0.0, part) for part in color)
     x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
     y = _luminance((red, green, blue))
     z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
@@ -39,7 +39,7 @@ def _lab(colour: Colour) -> Colour:
     return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
 
 
-def _distance(one: Colour, other: Colour) -> float:
+def _distance(one: Color, other: Color) -> float:
     pairs = zip(_lab(one), _lab(other), strict=True)
     return sum((a - b) ** 2 for a, b in pairs) ** 0.5
 
@@ -48,24 +48,24 @@ def _distance(one: Colour, other: Colour) -> float:
 def test_all_pairs_differ_clearly(seen: str) -> None:
     rows = _SEEN[seen]
 
-    def see(colour: str) -> Colour:
-        light = _linear(colour)
+    def see(color: str) -> Color:
+        light = _linear(color)
         red, green, blue = (sum(a * b for a, b in zip(row, light, strict=True)) for row in rows)
         return red, green, blue
 
-    for one, other in itertools.combinations(COLOURS, 2):
+    for one, other in itertools.combinations(COLORS, 2):
         assert _distance(see(one), see(other)) > 10, (one, other)
 
 
-def test_numbers_can_be_read_on_every_colour() -> None:
+def test_numbers_can_be_read_on_every_color() -> None:
     """A contrast of 4.5 is what WCAG 2.2 asks for (level AA)."""
-    for colour, ink in zip(COLOURS, INKS, strict=True):
-        low, high = sorted((_luminance(_linear(colour)), _luminance(_linear(ink))))
-        assert (high + 0.05) / (low + 0.05) >= 4.5, colour
+    for color, ink in zip(COLORS, INKS, strict=True):
+        low, high = sorted((_luminance(_linear(color)), _luminance(_linear(ink))))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, color
 
 
-def test_neighbours_have_different_colours() -> None:
-    indices = [colour_index(group) for group in range(2_000)]
-    assert set(indices) == set(range(len(COLOURS)))
+def test_neighbors_have_different_colors() -> None:
+    indices = [color_index(group) for group in range(2_000)]
+    assert set(indices) == set(range(len(COLORS)))
     assert all(one != other for one, other in itertools.pairwise(indices))
     assert all(one != other for one, other in zip(indices, indices[8:], strict=False))

@@ -1,6 +1,6 @@
 """PEFT's LoRA of stacked experts, of which each rank has the part of its own experts.
 
-For n experts and the rank r, lora_A is (n * r, in): the rows of one expert are neighbours. lora_B
+For n experts and the rank r, lora_A is (n * r, in): the rows of one expert are neighbors. lora_B
 is (out, r * n), and an expert has every n-th column. So lora_A is sharded by experts, and lora_B by
 its rows: when the experts run, ranks exchange them for the columns of their experts.
 """

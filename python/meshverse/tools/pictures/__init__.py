@@ -1,7 +1,7 @@
 """Process groups as pictures: on a terminal, as SVG, and as an HTML page.
 
 - `model`: the data of a picture: groups and views of one world, and the lines that show them.
-- `palette`: colours that colour-blind readers can distinguish.
+- `palette`: colors that color-blind readers can distinguish.
 - `repeats`: finds rows that repeat, so that they are drawn once and counted.
 - `sharing`: finds the axes of several views that share a process group.
 - `lines`: draws one line for each node, or one for many nodes with the same groups.

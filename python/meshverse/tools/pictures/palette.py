@@ -1,12 +1,12 @@
-"""Colours of groups, distinguishable with any kind of colour blindness.
+"""Colors of groups, distinguishable with any kind of color blindness.
 
-Source: Masataka Okabe and Kei Ito, "Color Universal Design" (2008), with grey in place of black.
-The number of a group is always written too, so that nothing depends on colour alone.
+Source: Masataka Okabe and Kei Ito, "Color Universal Design" (2008), with gray in place of black.
+The number of a group is always written too, so that nothing depends on color alone.
 """
 
 from __future__ import annotations
 
-COLOURS = (
+COLORS = (
     "#56b4e9",  # sky blue
     "#e69f00",  # orange
     "#009e73",  # bluish green
@@ -14,12 +14,12 @@ COLOURS = (
     "#0072b2",  # blue
     "#cc79a7",  # reddish purple
     "#d55e00",  # vermilion
-    "#b8b8b8",  # grey
+    "#b8b8b8",  # gray
 )
 INKS = ("#000", "#000", "#000", "#000", "#fff", "#000", "#000", "#000")
-"""Text colour on each of `COLOURS`."""
+"""Text color on each of `COLORS`."""
 
 
-def colour_index(group: int) -> int:
-    """Return the index of a group's colour: neighbours differ, and so do groups 8 apart."""
-    return (group + 3 * (group // len(COLOURS))) % len(COLOURS)
+def color_index(group: int) -> int:
+    """Return the index of a group's color: neighbors differ, and so do groups 8 apart."""
+    return (group + 3 * (group // len(COLORS))) % len(COLORS)

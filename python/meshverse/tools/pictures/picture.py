@@ -10,7 +10,7 @@ from meshverse._core import RankMap
 from meshverse.wording import did_you_mean, printable
 
 from .model import Panel, PicturedGroups, PicturedView, Sharing
-from .palette import COLOURS
+from .palette import COLORS
 
 # The other modules are imported at their first use: most programs never draw a picture.
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # What a place in a picture is, and the marks of the rank's group and of the rank itself.
 _IN_TEXT = ("Each place is a rank, and the number is its group's", "[ ]", "< >")
 _IN_SVG = (
-    "Each square is a rank, with the number and colour of its group",
+    "Each square is a rank, with the number and color of its group",
     "outlined",
     "outlined twice",
 )
@@ -30,9 +30,9 @@ _IN_SVG = (
 class Picture:
     """Picture of process groups over the ranks of one world, with a panel for each axis.
 
-    The ranks are drawn by node, each with the number and colour of its group; the groups of one
+    The ranks are drawn by node, each with the number and color of its group; the groups of one
     rank are outlined. Nodes with the same groups are drawn once and counted. `print()` shows the
-    picture as text, `show()` in colours if rich is installed; a notebook shows it as SVG.
+    picture as text, `show()` in colors if rich is installed; a notebook shows it as SVG.
 
     Attributes:
         title: title of the picture.
@@ -111,7 +111,7 @@ class Picture:
         return as_rich(panels, _legend(self, panels, *_IN_TEXT))
 
     def show(self) -> None:
-        """Print the picture, in colours if rich is installed (extra `meshverse[pictures]`)."""
+        """Print the picture, in colors if rich is installed (extra `meshverse[pictures]`)."""
         try:
             from rich.console import Console
         except ImportError:
@@ -127,7 +127,7 @@ class Picture:
         return sharing_of(self.groups, self.views)
 
     def to_svg(self) -> str:
-        """Return an SVG document, which follows the reader's light or dark colour scheme."""
+        """Return an SVG document, which follows the reader's light or dark color scheme."""
         from .svg import as_svg
 
         panels = self.panels
@@ -141,7 +141,7 @@ class Picture:
         return table + self.figure(self.panels, self.title)
 
     def figure(self, panels: Sequence[Panel], title: str) -> str:
-        """Return panels as an HTML element, whose panels wrap and have the colour of its text."""
+        """Return panels as an HTML element, whose panels wrap and have the color of its text."""
         from .svg import as_figure
 
         legend = _legend(self, panels, *_IN_SVG)
@@ -157,8 +157,8 @@ class Picture:
 def _legend(
     picture: Picture, panels: Sequence[Panel], cell: str, group_mark: str, rank_mark: str
 ) -> str:
-    repeats = any(panel.largest_group >= len(COLOURS) for panel in panels)
-    parts = [cell + " (eight colours, which repeat)" * (repeats and "colour" in cell)]
+    repeats = any(panel.largest_group >= len(COLORS) for panel in panels)
+    parts = [cell + " (eight colors, which repeat)" * (repeats and "color" in cell)]
     if picture.rank_map.position_of(picture.rank) is not None:
         parts += [
             f"{group_mark}: the group of rank {picture.rank}",

@@ -1,7 +1,7 @@
-"""A picture as SVG, written without a library, for light and dark colour schemes.
+"""A picture as SVG, written without a library, for light and dark color schemes.
 
-As a document of its own, it has a background and follows the reader's colour scheme. Inside a page
-or notebook it has none, and its text has the colour of the text around it.
+As a document of its own, it has a background and follows the reader's color scheme. Inside a page
+or notebook it has none, and its text has the color of the text around it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from .model import Cell, Gap, Line, Panel, Sharing
-from .palette import COLOURS, INKS, colour_index
+from .palette import COLORS, INKS, color_index
 
 # Lengths in pixels.
 _WIDEST = 1000
@@ -36,9 +36,9 @@ _STYLE = """\
 svg.mv:root{color:#1b1f24}svg.mv:root .bg{fill:#fff}
 @media(prefers-color-scheme:dark){svg.mv:root{color:#e6edf3}svg.mv:root .bg{fill:#0d1117}}
 """
-_COLOURS = "".join(
-    f".mv .c{index}{{fill:{colour}}}.mv .i{index}{{fill:{ink}}}"
-    for index, (colour, ink) in enumerate(zip(COLOURS, INKS, strict=True))
+_COLORS = "".join(
+    f".mv .c{index}{{fill:{color}}}.mv .i{index}{{fill:{ink}}}"
+    for index, (color, ink) in enumerate(zip(COLORS, INKS, strict=True))
 )
 
 
@@ -49,7 +49,7 @@ def as_svg(panels: Sequence[Panel], sharing: Sharing | None, title: str, legend:
         panels: one for each axis.
         sharing: which axes share process groups; None to omit it.
         title: title for screen readers.
-        legend: explanation of colours and outlines.
+        legend: explanation of colors and outlines.
     """
     rows: list[list[_Block]] = [[_SharingBlock(sharing)]] if sharing is not None else []
     rows += _rows([_PanelBlock(panel) for panel in panels])
@@ -69,7 +69,7 @@ def as_svg(panels: Sequence[Panel], sharing: Sharing | None, title: str, legend:
         y += 16
     described = "; ".join(block.words for row in rows for block in row)
     size = width + 2 * _MARGIN, y - 16 + _MARGIN
-    return _document(parts, *size, title, f"{described}. {legend}", _STYLE + _COLOURS) + "\n"
+    return _document(parts, *size, title, f"{described}. {legend}", _STYLE + _COLORS) + "\n"
 
 
 def as_figure(panels: Sequence[Panel], title: str, legend: str) -> str:
@@ -88,7 +88,7 @@ def as_figure(panels: Sequence[Panel], title: str, legend: str) -> str:
     )
     return (
         f'<div class="mv" role="figure" aria-label="{escape(title)}">'
-        f"<style>{_STYLE}{_COLOURS}</style>"
+        f"<style>{_STYLE}{_COLORS}</style>"
         f'<div style="display:flex;flex-wrap:wrap;gap:{_BETWEEN}px">{drawn}</div>'
         f'<p style="opacity:.72">{escape(legend)}</p></div>\n'
     )
@@ -234,7 +234,7 @@ def _times(line: Line) -> str:
 
 
 def _cell(cell: Cell, x: float, y: float, width: float, line: Line) -> str:
-    index = colour_index(cell.group)
+    index = color_index(cell.group)
     alike = f", and {line.times - 1:,} more like it" if line.times > 1 else ""
     return (
         f"<g><title>rank {cell.rank}: group {cell.group}{alike}</title>"
@@ -247,8 +247,8 @@ def _cell(cell: Cell, x: float, y: float, width: float, line: Line) -> str:
 def _outlines(cell: Cell, x: float, y: float, width: float) -> Iterator[str]:
     if cell.is_mine:
         yield _outline("mine", x + 1, y + 1, width - 2, _CELL_HEIGHT - 2)
-    if cell.is_me:  # drawn inside the cell, so in the colour of its text
-        kind = f"me {'ifff' if INKS[colour_index(cell.group)] == '#fff' else ''}".rstrip()
+    if cell.is_me:  # drawn inside the cell, so in the color of its text
+        kind = f"me {'ifff' if INKS[color_index(cell.group)] == '#fff' else ''}".rstrip()
         yield _outline(kind, x + 4, y + 4, width - 8, _CELL_HEIGHT - 8)
 
 

@@ -1,4 +1,4 @@
-"""A picture as plain text, and as coloured text for rich."""
+"""A picture as plain text, and as colored text for rich."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .model import Cell, Line, Panel
-from .palette import COLOURS, INKS, colour_index
+from .palette import COLORS, INKS, color_index
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -20,7 +20,7 @@ def as_text(panels: Sequence[Panel], legend: str) -> str:
 
 
 def as_rich(panels: Sequence[Panel], legend: str) -> Text:
-    """Return panels as rich text, in the colours of the groups."""
+    """Return panels as rich text, in the colors of the groups."""
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ignore")
@@ -61,7 +61,7 @@ def _lines(panel: Panel) -> list[_Piece]:
 
 def _cell(cell: Cell, digits: int) -> _Piece:
     before, after = "<>" if cell.is_me else "[]" if cell.is_mine else "  "
-    index = colour_index(cell.group)
-    ink = "#000000" if INKS[index] == "#000" else "#ffffff"  # themes change named colours
-    style = f"{'bold ' * cell.is_mine}{ink} on {COLOURS[index]}"
+    index = color_index(cell.group)
+    ink = "#000000" if INKS[index] == "#000" else "#ffffff"  # themes change named colors
+    style = f"{'bold ' * cell.is_mine}{ink} on {COLORS[index]}"
     return f"{before}{cell.group}{after}".rjust(digits + 2), style

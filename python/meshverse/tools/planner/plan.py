@@ -150,7 +150,7 @@ class Plan:
         return self.picture.to_html()
 
     def to_svg(self) -> str:
-        """Return an SVG document: ranks by node, coloured by group, a panel per distinct group."""
+        """Return an SVG document: ranks by node, colored by group, a panel per distinct group."""
         return self.picture.to_svg()
 
     @property

@@ -225,7 +225,7 @@ def _most_ascending(problem: Placements, placements: Sequence[_Placement]) -> _P
     A group whose ranks ascend is also in torch's order, so other meshes can share it.
     """
     axes = [_Slices(problem.shape, axis) for axis, size in enumerate(problem.shape) if size > 1]
-    several = [_relabelled(problem, placement, axes) for placement in placements[:_RELABELLED]]
+    several = [_relabeled(problem, placement, axes) for placement in placements[:_RELABELLED]]
     several += placements
 
     def descents(placement: _Placement) -> int:
@@ -235,7 +235,7 @@ def _most_ascending(problem: Placements, placements: Sequence[_Placement]) -> _P
     return min(several, key=descents)
 
 
-def _relabelled(problem: Placements, placement: _Placement, axes: Sequence[_Slices]) -> _Placement:
+def _relabeled(problem: Placements, placement: _Placement, axes: Sequence[_Slices]) -> _Placement:
     """Return a placement with the slices along each axis sorted by their lowest ranks.
 
     The groups keep their spots, so the costs do not change.
@@ -281,7 +281,7 @@ class _Slices:
         return joined
 
     def descents(self, values: Sequence[int]) -> int:
-        """Count the pairs of neighbours along the axis of which the first has the larger value."""
+        """Count the pairs of neighbors along the axis of which the first has the larger value."""
         flat = self._by_coordinate(values)
         return sum(map(gt, flat, flat[self._length :]))
 
