@@ -127,7 +127,7 @@ def _nobody_answers(wanted: World, seconds: float) -> dict[str, Any]:
 
 # Not on NCCL, where the watchdog ends the process (test_timeouts.py): in torch 2.11,
 # TORCH_NCCL_BLOCKING_WAIT did not end the call there; why is not known.
-@pytest.mark.long
+@pytest.mark.sweep
 @at("gloo")
 def test_a_timeout_ends_what_nobody_answers(world: World, run: Callable[..., list[Any]]) -> None:
     seconds = 30.0  # enough to make the groups on a busy machine, which the timeout is of, too

@@ -278,13 +278,19 @@ _CASES = [
     ),
 ]
 _SHORT = ("orders_two_axes_otherwise",)
-_PARAMETERS = [
-    pytest.param(case, id=case.job, marks=() if case.job in _SHORT else pytest.mark.long)
-    for case in _CASES
-]
+# Of which tests of simulated dumps have the like.
+_SWEPT = ("loops", "calls_another_operation", "has_another_shape", "has_another_dtype")
 
 
-@pytest.mark.parametrize("case", _PARAMETERS)
+def _marks(case: Stuck) -> list[pytest.MarkDecorator]:
+    if case.job in _SHORT:
+        return []
+    return [pytest.mark.sweep if case.job in _SWEPT else pytest.mark.long]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.job, marks=_marks(case)) for case in _CASES]
+)
 def test_the_cause_is_reported_live_and_from_the_dumps(case: Stuck, start, capsys) -> None:
     job = start(case.job)
     reported = job.wait_for(job.causes)

@@ -212,7 +212,7 @@ def test_a_model_with_experts_goes_on_on_all_meshes(tmp_path: Path, sparse_confi
     )
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_training_goes_on_when_a_rank_is_killed(on_crew: Run, tmp_path: Path) -> None:
     """torchrun starts all ranks again, and these go on from the last checkpoint."""
     steps = 16
@@ -285,6 +285,6 @@ def test_the_generator_has_the_trainers_weights(on_crew: Run) -> None:
     check_generator(on_crew(4, _RL, "--tp=2", "--steps=2", "--batch=2", "--new=4"), 2)
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_generators_have_the_trainers_weights_under_torchrun() -> None:
     check_generator(under_torchrun(8, _RL, "--tp=2", "--steps=3"), 3)
