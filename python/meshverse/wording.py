@@ -104,6 +104,12 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return lines
 
 
+def wrapped(lines: Iterable[str]) -> list[str]:
+    """Return lines of text, each continued on further lines where it is wider than the terminal."""
+    width = max(40, _columns())
+    return [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False)]
+
+
 CELL = "padding:.2em .6em"
 """CSS of a table's cell, so that columns stay apart in pages that have no style of their own."""
 

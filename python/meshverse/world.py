@@ -208,11 +208,6 @@ class World:
             raise RuntimeError(self._why_over())
         return group
 
-    def check_live(self) -> None:
-        """Raise RuntimeError if this world is over."""
-        if self.is_over:
-            raise RuntimeError(self._why_over())
-
     def check_rank(self) -> None:
         """Raise RuntimeError if this process's rank, or the number of ranks, has changed."""
         current = current_default_group()

@@ -48,7 +48,8 @@ def _seen_in_one_universe() -> tuple[dict[str, Any], str]:
     done.set()
     for thread in threads:
         thread.join()
-    return {", ".join(each.requests): each.threads for each in report.groups}, str(report)
+    text = " ".join(str(report).split())  # which wraps at the width of a terminal
+    return {", ".join(each.requests): each.threads for each in report.groups}, text
 
 
 def test_several_threads_in_one_group_of_two_axes(crew: Crew) -> None:

@@ -56,7 +56,10 @@ def test_concatenating_meshes_of_two_universes_keeps_all_groups_at_hand(world) -
     assert pickle.loads(pickle.dumps(joined)) is joined
     hows = {group["name"]: group["how"] for group in one.universe.explain().to_dict()["groups"]}
     name = other.get_group("pair").group_name
-    assert hows[name] == "of another universe"
+    assert hows[name] == "of axis 'pair' of another mesh"
+    row, _, foot = str(one.universe.explain()).partition("Requested 0 times: ")
+    assert "-     0 times" in row
+    assert foot.startswith("a mesh of another universe brought the group")
     one.universe.destroy()
     assert other.get_group("pair").group_name == name
 

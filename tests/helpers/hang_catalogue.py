@@ -162,26 +162,29 @@ CATALOGUE = [
         _mismatch(
             "Stuck: all_reduce or all_gather number 9 on the default group, ranks 0-3, "
             "float32 (1,) or float32 (33,), for",
-            "Rank 3 (x=3) skipped all_reduce number 9 on the default group (ranks 0-2: "
-            "me/train.py:8 in train): in earlier repetitions of these calls, it came before what "
-            "rank 3 called instead.",
+            "Rank 3 (x=3) skipped all_reduce number 9 on the default group, which ranks 0-2 made "
+            "at me/train.py:8 in train: look at the condition around that line. In earlier "
+            "repetitions of these calls, that one came before what rank 3 called instead.",
         ),
-        gloo=_mismatch("Rank 3 (x=3) skipped all_reduce number 9 on the default group (ranks 0-2"),
+        gloo=_mismatch("Rank 3 (x=3) skipped all_reduce number 9 on the default group, which "),
     ),
     CataloguedHang(
         "most ranks skip a call of later rounds",
         "x=3",
         Job([_STEP * 3] + [_STEP * 2 + [_SCATTER]] * 2),
-        _mismatch("Ranks 1, 2 skipped all_gather number 7 on the default group (rank 0: me/tra"),
-        gloo=_mismatch("Ranks 1, 2 skipped all_gather number 7 on the default group (rank 0: me/"),
+        _mismatch("Ranks 1, 2 skipped all_gather number 7 on the default group, which rank 0 "),
+        gloo=_mismatch(
+            "Ranks 1, 2 skipped all_gather number 7 on the default group, which rank 0 "
+        ),
     ),
     CataloguedHang(
         "a rank skips a call before others",
         "x=4",
         Job([[_LOG, *_STEP]] * 3 + [_STEP]),
         _mismatch(
-            "Rank 3 (x=3) skipped all_reduce number 1 on the default group (ranks 0-2: "
-            "me/train.py:8 in train): its next calls are those which the other ranks made after it."
+            "Rank 3 (x=3) skipped all_reduce number 1 on the default group, which ranks 0-2 made "
+            "at me/train.py:8 in train: look at the condition around that line. Its next calls are "
+            "those which the other ranks made after it."
         ),
         gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
     ),
@@ -234,21 +237,21 @@ CATALOGUE = [
         "dp=2 tp=2",
         Job([_TP_STEP * 3] * 3 + [_TP_STEP * 2 + [_TP_STEP[0], _TP_STEP[2]]], _SQUARE),
         _deadlock(
-            "Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp (rank 2: me/train.py:6 in "
-            "train): in earlier repetitions of these calls, it came before what rank 3 called "
-            "instead."
+            "Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp, which rank 2 made at "
+            "me/train.py:6 in train: look at the condition around that line. In earlier "
+            "repetitions of these calls, that one came before what rank 3 called instead."
         ),
-        gloo=_deadlock("Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp (rank 2: me/"),
+        gloo=_deadlock("Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp, which rank 2 "),
     ),
     CataloguedHang(
         "a rank skips a barrier of later rounds",
         "dp=2 tp=2",
         Job([_TP_STEP * 4] * 3 + [_TP_STEP * 2 + _TP_STEP[:2] + _TP_STEP[:2]], _SQUARE),
         _deadlock(
-            "Rank 3 (dp=1, tp=1) skipped barrier number 3 on the default group (ranks 0-2: me/"
+            "Rank 3 (dp=1, tp=1) skipped barrier number 3 on the default group, which ranks "
         ),
         gloo=_deadlock(
-            "Rank 3 (dp=1, tp=1) skipped barrier number 3 on the default group (ranks 0-2: me/"
+            "Rank 3 (dp=1, tp=1) skipped barrier number 3 on the default group, which ranks "
         ),
     ),
     CataloguedHang(

@@ -370,7 +370,8 @@ class _Attempt:
             if outcome := self._outcome():
                 return outcome
             waited = time.monotonic() - start
-            self._world.check_live()  # another thread may have ended it
+            if self._world.is_over:
+                _ = self._world.default_group  # raises: another thread has ended the world
             with contextlib.suppress(_OverError):
                 if timeout is not None and waited > timeout.total_seconds():
                     return self._decide(f"rank {self._rank} waited {timeout}: {self._missing()}")

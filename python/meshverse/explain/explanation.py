@@ -14,7 +14,15 @@ from meshverse.groups.group import GroupRef, State
 from meshverse.groups.request import GroupRequest
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import TopologyLike
-from meshverse.wording import aligned, counted, html_table, in_bytes, printable, rank_list
+from meshverse.wording import (
+    aligned,
+    counted,
+    html_table,
+    in_bytes,
+    printable,
+    rank_list,
+    wrapped,
+)
 
 from .calling_threads import CallingThreads
 from .communicator_memory import estimate_bytes, with_measured
@@ -26,6 +34,10 @@ if TYPE_CHECKING:
 _SHOWN_THREADS = 6
 _LONGEST_NAME = 60  # characters of an axis or a thread in a text; data have all of them
 
+_NOT_REQUESTED = (
+    "Requested 0 times: a mesh of another universe brought the group when it was combined with one "
+    "of this universe."
+)
 _MEANING = (
     "Reused: served by an existing group.",
     (
@@ -182,7 +194,7 @@ class Explanation:
     def __str__(self) -> str:
         alike, rows, numbers = self._table()
         table = aligned(rows, right=numbers)
-        return "\n".join([*self._head(), *alike, *table, *self._foot()])
+        return "\n".join([*wrapped([*self._head(), *alike]), *table, *wrapped(self._foot())])
 
     __repr__ = __str__  # at a prompt
 
@@ -228,6 +240,8 @@ class Explanation:
 
     def _foot(self) -> list[str]:
         foot = [*_MEANING] if self.reused else []
+        if not all(group.requests for group in self.groups):
+            foot.append(_NOT_REQUESTED)
         foot += [
             f"Shared, and called by several threads: {_axes_in_words(group)} (ranks "
             f"{rank_list(group.ranks)}), by {threads_in_words(group.threads)}. If their "
@@ -314,7 +328,7 @@ def _times(group: GroupExplanation) -> str:
 
 
 def _axes_in_words(group: GroupExplanation) -> str:
-    return ", ".join(map(_shown, group.requests))
+    return ", ".join(map(_shown, group.requests)) or "-"
 
 
 def _options_in_words(group: GroupExplanation) -> str:
@@ -374,8 +388,9 @@ def explain(
         parts=tuple(part.ranks for part in parts),
         ranks=rank_map.size if rank_map.is_identity else tuple(rank_map.ranks().tolist()),
         views=tuple(_axes_of(view) for view in views),
-        n_duplicates=sum(group.name in duplicates for group in explained),
-        n_surplus=sum(group.name in surplus for group in explained),
+        # Not those of another universe, which this one has not requested.
+        n_duplicates=sum(group.name in duplicates for group in explained if group.requests),
+        n_surplus=sum(group.name in surplus for group in explained if group.requests),
         ended=ended,
         _pictured=pictured,
     )

@@ -42,7 +42,7 @@ from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.locks import Claim, WeakRegistry, state_changed, state_lock
 from meshverse.wording import rank_list
 
-from .request import GroupRequest
+from .request import GroupRequest, Way
 
 
 class State(enum.Enum):
@@ -446,7 +446,9 @@ class GroupRef:
     def origin(self) -> str:
         """Where the group comes from, in words."""
         way, group = self.request.way, self.group
-        if group is None or way.borrows:
+        if group is not None and way is Way.OTHER_UNIVERSE:
+            words = f"of {self._other_axes(group) or 'another mesh'}"
+        elif group is None or way.borrows:
             words = way.value
         elif self.is_planned:
             words = "not created yet (lazy)"

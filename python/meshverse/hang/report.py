@@ -440,15 +440,16 @@ class ReportFormatter(NamedTuple):
             "" if skip.n_skipped in (None, 1) else f"{skip.n_skipped} calls, the first of them "
         )
         how = (
-            "in earlier repetitions of these calls, it came before what "
+            "In earlier repetitions of these calls, that one came before what "
             f"{_ranks(skip.ranks)} called instead"
             if skip.is_by_rounds
-            else f"{'their' if len(skip.ranks) > 1 else 'its'} next calls are those which the "
+            else f"{'Their' if len(skip.ranks) > 1 else 'Its'} next calls are those which the "
             "other ranks made after it"
         )
         return (
             f"{who[:1].upper()}{who[1:]} skipped {several}{_called(call)} on "
-            f"{group_in_words(skip.seen)} ({_ranks(skip.others)}: {short_line(call.line)}): {how}."
+            f"{group_in_words(skip.seen)}, which {_ranks(skip.others)} made at "
+            f"{short_line(call.line)}: look at the condition around that line. {how}."
         )
 
     @staticmethod
@@ -584,10 +585,15 @@ def _doubts_on_results(reported: Iterable[Stuck], by_name: Mapping[str, Stuck]) 
     shared = {name: axes for name in names if len(axes := axes_of(by_name[name].seen.label)) > 1}
     if shared:
         groups = " and ".join(dict.fromkeys(", ".join(axes) for axes in shared.values()))
+        since = (
+            f"Since the skipped call, results on the axes {groups} may be wrong"
+            if any(by_name[name].skip is not None for name in shared)
+            else f"If a rank skipped a call on one of the axes {groups}, which is not known, "
+            "results since then may be wrong"
+        )
         yield (
-            f"If a rank skipped a call on one of the axes {groups}, earlier results may be wrong: "
-            "they share a process group, so a later call of another axis took the place of the "
-            "skipped one, unless its operation, dtype or size differs."
+            f"{since}: these axes share a process group, so a later call of another one took the "
+            "place of the skipped one, unless its operation, dtype or size differs."
         )
 
 

@@ -133,7 +133,7 @@ class UniverseGroups:
                 "it. Create the mesh again: init_device_mesh() without universe= creates a new "
                 "universe."
             )
-        world.check_live()
+        _ = world.default_group  # raises if the world has ended
         if self._largest_rank >= world.size:
             raise ValueError(
                 f"A mesh over {self._rank_map} includes rank {self._largest_rank}, but the default "

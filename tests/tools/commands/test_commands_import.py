@@ -52,14 +52,14 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     return [str(tmp_path / "meshverse")]
 
 
-def test_a_hang_is_read_without_torch_by_a_dozen_modules(start: list[str], dumps: str) -> None:
+def test_a_hang_is_read_without_torch_by_few_modules(start: list[str], dumps: str) -> None:
     done = _run("-X", "importtime", *start, "hang", dumps)
     imported = _imported(done)
     ours = {name for name in imported if name.partition(".")[0] == "meshverse"}
     assert (done.returncode, "torch" in imported) == (1, False), done.stderr
     assert "Verdict: rank 3" in done.stdout
     assert "meshverse.hang.verdicts" in ours
-    assert len(ours) <= 12, sorted(ours)
+    assert len(ours) <= 13, sorted(ours)
 
 
 @pytest.mark.parametrize(
