@@ -204,7 +204,7 @@ _CASES = [
         "deadlock",
         (
             "Rank 5 (pp=1, dp=0, tp=1) skipped barrier number 3 on the default group, which ranks ",
-            "0-4, 6, 7 made at hang/stuck_job.py:",
+            "0-4, 6, 7 called at hang/stuck_job.py:",
             " in skips_a_barrier_in_the_third_step: look at the condition around that line. In ",
         ),
     ),

@@ -162,7 +162,7 @@ CATALOGUE = [
         _mismatch(
             "Stuck: all_reduce or all_gather number 9 on the default group, ranks 0-3, "
             "float32 (1,) or float32 (33,), for",
-            "Rank 3 (x=3) skipped all_reduce number 9 on the default group, which ranks 0-2 made "
+            "Rank 3 (x=3) skipped all_reduce number 9 on the default group, which ranks 0-2 called "
             "at me/train.py:8 in train: look at the condition around that line. In earlier "
             "repetitions of these calls, that one came before what rank 3 called instead.",
         ),
@@ -182,7 +182,7 @@ CATALOGUE = [
         "x=4",
         Job([[_LOG, *_STEP]] * 3 + [_STEP]),
         _mismatch(
-            "Rank 3 (x=3) skipped all_reduce number 1 on the default group, which ranks 0-2 made "
+            "Rank 3 (x=3) skipped all_reduce number 1 on the default group, which ranks 0-2 called "
             "at me/train.py:8 in train: look at the condition around that line. Its next calls are "
             "those which the other ranks made after it."
         ),
@@ -237,7 +237,7 @@ CATALOGUE = [
         "dp=2 tp=2",
         Job([_TP_STEP * 3] * 3 + [_TP_STEP * 2 + [_TP_STEP[0], _TP_STEP[2]]], _SQUARE),
         _deadlock(
-            "Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp, which rank 2 made at "
+            "Rank 3 (dp=1, tp=1) skipped all_reduce number 6 on axis tp, which rank 2 called at "
             "me/train.py:6 in train: look at the condition around that line. In earlier "
             "repetitions of these calls, that one came before what rank 3 called instead."
         ),

@@ -448,7 +448,7 @@ class ReportFormatter(NamedTuple):
         )
         return (
             f"{who[:1].upper()}{who[1:]} skipped {several}{_called(call)} on "
-            f"{group_in_words(skip.seen)}, which {_ranks(skip.others)} made at "
+            f"{group_in_words(skip.seen)}, which {_ranks(skip.others)} called at "
             f"{short_line(call.line)}: look at the condition around that line. {how}."
         )
 
