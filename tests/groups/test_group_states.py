@@ -24,7 +24,9 @@ from meshverse._torch_compat.c10d_suspension import backends_to_suspend
 from meshverse.groups.creation import create_by_members
 from meshverse.groups.group import Group, State
 from meshverse.groups.registry import GroupRegistry
+from meshverse.locks import state_changed
 from meshverse.world import World
+from worlds import start_fake_world
 
 in_a_world = in_worlds((8, 5))
 
@@ -383,3 +385,80 @@ def test_a_thread_whose_creation_failed_leaves_that_of_the_next_one(
     assert state is State.BEING_MADE
     assert made == [True]
     assert group.live_handle() is find_c10d_group(group.name)
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_those_that_wait_for_a_group_hear_of_its_end_at_once() -> None:
+    group, begun, go = _planned(), threading.Event(), threading.Event()
+    heard: list[str] = []
+
+    def slow(group: Group) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return _create(group)
+
+    def make(create: Callable[[Group], Any]) -> None:
+        with pytest.raises(RuntimeError, match="was destroyed") as raised:
+            group.make(create)
+        heard.append(str(raised.value))
+
+    maker, waiter = (threading.Thread(target=make, args=[each]) for each in (slow, _create))
+    maker.start()
+    assert begun.wait(60)
+    waiter.start()
+    wait_until(lambda: bool(state_changed._waiters))  # type: ignore[attr-defined]
+    group.end(abort=True)
+    waiter.join(60)
+    assert not waiter.is_alive()
+    assert maker.is_alive()
+    go.set()
+    maker.join(60)
+    assert len(heard) == 2
+
+
+@in_a_world
+@pytest.mark.usefixtures("world", "suspending")
+@pytest.mark.parametrize("how", ["destroyed", "ended"])
+def test_a_group_that_ends_while_it_is_resumed_stays_ended(how: str) -> None:
+    group = _suspended()
+    name = group.name
+    first, _ = c10d_suspension.backends_to_suspend(find_c10d_group(name))
+    resume = first.resume
+
+    def resume_and_end() -> None:
+        resume()
+        if how == "ended":
+            group.end(abort=False)
+        else:
+            dist.destroy_process_group(find_c10d_group(name))
+            group.note_destroyed()
+
+    first.resume = resume_and_end
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        group.resume()
+    assert group.state is (State.ENDED if how == "ended" else State.DESTROYED)
+    assert group.handle is None
+
+
+@in_a_world
+@pytest.mark.usefixtures("world")
+def test_a_creation_that_outlives_its_world_leaves_the_next_worlds_group() -> None:
+    """As a signal handler of the thread that makes it would end the world, and begin the next."""
+    group, later = _planned(), list[Group]()
+
+    def begin_again(_: Group) -> Any:
+        dist.destroy_process_group()
+        start_fake_world(8, 5)
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        found = World.current().state(GroupRegistry).find(mesh.group_names[1])
+        assert found is not None
+        later.append(found)
+        raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        group.make(begin_again)
+    assert later[0].name == group.name
+    assert group.state is State.ENDED
+    assert later[0].state is State.LIVE
+    assert find_c10d_group(group.name) is later[0].live_handle()

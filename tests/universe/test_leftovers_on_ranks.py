@@ -14,13 +14,15 @@ from helpers.all_reduce import reached_by
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
 from helpers.turns import wait_until_they_wait
+from helpers.worlds import fake_world
 from meshverse import DeviceMesh, Universe, init_device_mesh
+from meshverse._torch_compat.backends import timeout_of
 from meshverse.universe import groups
 from meshverse.universe.groups import share_world_wide
 
 
-def _universe(*, lazy: bool = False) -> Universe:
-    return Universe(2, lazy=lazy, timeout=timedelta(seconds=60))
+def _universe(*, lazy: bool = False, seconds: int = 60) -> Universe:
+    return Universe(2, lazy=lazy, timeout=timedelta(seconds=seconds))
 
 
 def _mesh(universe: Universe) -> DeviceMesh:
@@ -188,3 +190,47 @@ def test_lazy_meshes_that_share_with_the_failed_call_share_its_group(
     first, second = crew.run(program, 2)
     assert first == second
     assert len(set(first)) == 1
+
+
+def _timeouts(meshes: list[DeviceMesh]) -> list[float]:
+    """Return the timeouts of groups that reach both ranks, in seconds."""
+    used = [mesh.get_group("a") for mesh in meshes]
+    assert [reached_by(group) for group in used] == [[1, 1]] * len(used)
+    found = [timeout_of(group) for group in used]
+    return [0.0 if timeout is None else timeout.total_seconds() for timeout in found]
+
+
+def _another_timeout_after_a_retry() -> list[float]:
+    universe = _universe()
+    with _interrupted_after_a_group():
+        mesh = _mesh(universe)
+    if dist.get_rank() == 0:
+        mesh = _mesh(universe)
+    return _timeouts([mesh, _mesh(_universe(seconds=120)), _mesh(_universe(seconds=60))])
+
+
+def _two_timeouts_failed() -> list[float]:
+    for seconds in (60, 120):
+        with _interrupted_after_a_group():
+            _mesh(_universe(seconds=seconds))
+    return _timeouts([_mesh(_universe(seconds=seconds)) for seconds in (60, 120, 60)])
+
+
+@pytest.mark.parametrize(
+    ("program", "timeouts"),
+    [(_another_timeout_after_a_retry, [60, 120, 60]), (_two_timeouts_failed, [60, 120, 60])],
+)
+def test_a_leftover_is_used_with_its_own_options_only(crew: Crew, program, timeouts) -> None:
+    assert crew.run(program, 2) == [timeouts] * 2
+
+
+def test_without_a_rendezvous_only_the_next_call_uses_a_leftover() -> None:
+    # The other ranks, whose call did not fail, create the later mesh's group under a new name.
+    with fake_world(8, 0):
+        universe = _universe()
+        with _interrupted_after_a_group():
+            _mesh(universe)
+        again, later = _mesh(universe), _mesh(_universe())
+        first, second = (mesh.get_group("a").group_name for mesh in (again, later))
+        assert (first[-2:], second[-2:]) == ("-0", "-1")
+        assert first[:-2] == second[:-2]

@@ -60,7 +60,8 @@ def _without_leftover(outcome: str) -> str:
         return outcome
     _, name, who = outcome.split(" ", 2)
     return (
-        f"another member goes on with {name} ({who}), which this rank has destroyed or never got. "
+        f"another member goes on with {name} ({who}), which this rank never got, has destroyed, or "
+        "has with other options. "
         "A group that only some members have cannot be used again: call destroy_process_group() "
         "and init_process_group() on all ranks"
     )
@@ -155,9 +156,10 @@ class Rendezvous(WorldState):
             timeout: longest time to wait; None for no limit.
             check: function that is called about once a second; it raises if waiting is pointless.
             text: string that this rank contributes. All members must pass one, or none.
-            has_group: function that returns whether this rank has the group of a c10d name. If it
-                is not passed, leftovers of other members are ignored: this rank goes on with the
-                next attempt. All members must pass one, or none.
+            has_group: function that returns whether this rank has the group of a c10d name, with
+                the options that are wanted. If it is not passed, leftovers of other members are
+                ignored: this rank goes on with the next attempt. All members must pass one, or
+                none.
 
         Raises:
             LeftoverError: a member uses a leftover that this rank has too.
@@ -219,7 +221,8 @@ class Rendezvous(WorldState):
             number = self._next_attempts.get(name, 0)
             key = f"rendezvous/{name}/{number}"
             found = store.put_first(f"{key}/outcome", outcome)
-            if found.startswith(_LEFTOVER):
+            # Not another leftover, of the same ranks but with a timeout or handles of its own.
+            if found.startswith(_LEFTOVER) and found.split(" ")[1] == leftover:
                 if key not in self._joined_first.get(name, ()):
                     self._joined_first.setdefault(name, []).append(key)
                 return
@@ -474,7 +477,7 @@ class _Attempt:
             f"{'; '.join(found + elsewhere)}. Those that joined may have made an extra "
             "call; the others may be slow, dead, or building other meshes. All ranks of a mesh "
             "must make it over the same ranks, and make the same calls that create or first use "
-            "its groups. Either all ranks of a job run with meshverse.install(), or none."
+            "its groups. If one rank calls meshverse.install(), all must."
             + _as_attempt_before(before)
         )
 

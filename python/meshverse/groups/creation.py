@@ -123,13 +123,15 @@ def _take_name(request: GroupRequest, world: World) -> str:
 def agree_on_leftover(group: Group, world: World) -> None:
     """Have the other members use a leftover too, if they request a group like it.
 
-    Backends that create groups without waiting have no rendezvous through which members could
-    learn of it: there, members that call again make a new group.
+    Where there is no rendezvous, members cannot learn of it. There, the call that repeats the
+    failed one uses it, and no later one does: those of other members create a new group.
     """
-    ranks = group.request.my_ranks()
-    if _store_for_rendezvous(group.request, ranks, world) is not None:
-        name = world.state(GroupRegistry).peek_name(group.request)
-        world.state(Rendezvous).set_leftover(world, name, group.name)
+    request, registry = group.request, world.state(GroupRegistry)
+    by_members = request.way is Way.BY_MEMBERS
+    if by_members and _store_for_rendezvous(request, request.my_ranks(), world) is not None:
+        world.state(Rendezvous).set_leftover(world, registry.peek_name(request), group.name)
+    else:
+        registry.drop_leftover(group)
 
 
 _LONGEST_DESCRIPTION = 60

@@ -34,6 +34,7 @@ from meshverse._core import OptionsKey
 from meshverse._torch_compat.c10d_creation import find_interrupted
 from meshverse._torch_compat.c10d_groups import (
     end_group,
+    find_c10d_group,
     resolve_group,
     shrunk_from,
     when_destroyed,
@@ -148,12 +149,14 @@ class Group:
 
         If this is interrupted, `_maker` is still `maker`, and a second call does the rest.
         """
+        registry = self._registry()
         # If this rank was interrupted, c10d may have the group all the same, and the other members
-        # too.
-        if handle is None:
+        # too. In the next world, another group may have the name.
+        if handle is None and registry is not None and not registry.is_over:
             handle = find_interrupted(self.name, self.request.my_ranks())
         with state_lock.held:
-            is_wanted = self.state in (State.BEING_MADE, State.LIVE)
+            is_maker = self._maker is maker  # not if the group was revived meanwhile, and is made
+            is_wanted = is_maker and self.state in (State.BEING_MADE, State.LIVE)
             try:
                 if is_wanted and handle is not None:
                     self.become_live(handle)
@@ -162,12 +165,15 @@ class Group:
                     self.state, self._maker = State.PLANNED, _NOBODY
             finally:
                 state_changed.notify_all()
-        if not is_wanted:  # ended by another thread, a signal handler or the world
+        if is_wanted:
+            return
+        # Ended by another thread, a signal handler or the world.
+        if handle is not None and find_c10d_group(self.name) is handle:
             end_group(self.name, abort=False)
-            if (registry := self._registry()) is not None:
+        if is_maker:
+            if registry is not None:
                 registry.free_name_of(self)
-            if self._maker is maker:
-                self._maker = _NOBODY
+            self._maker = _NOBODY
 
     def suspend(self) -> bool:
         """Suspend the group, which frees device memory; return False if it was suspended already.
@@ -192,7 +198,7 @@ class Group:
                 try:
                     c10d_suspension.resume(backends[: len(done)], [])
                 finally:
-                    self.become_live(handle)
+                    self._become_live_again(handle)
             raise
         return True
 
@@ -200,7 +206,7 @@ class Group:
         """Resume a suspended group; return False if it was live already.
 
         Raises:
-            RuntimeError: the group is neither live nor suspended.
+            RuntimeError: the group is neither live nor suspended, or was ended meanwhile.
             Whatever a backend raises; the group stays suspended then. Or what a signal handler
                 raises meanwhile; then the group is live if its backends are.
         """
@@ -215,10 +221,17 @@ class Group:
             c10d_suspension.resume(backends, done)
         finally:
             if len(done) == len(backends):
-                self.become_live(handle)
+                self._become_live_again(handle)
             else:
                 c10d_suspension.suspend(backends[: len(done)], [])
+        self.live_handle()
         return True
+
+    def _become_live_again(self, handle: ProcessGroup) -> None:
+        """Use c10d's group again after a suspension, unless the group has ended meanwhile."""
+        with state_lock.held:
+            if self.state is State.SUSPENDED:
+                self.become_live(handle)
 
     def note_destroyed(self) -> None:
         """Mark the group as destroyed by somebody. May run in any thread, at any time."""
@@ -241,6 +254,7 @@ class Group:
             with state_lock.held:
                 if self.is_external or self.state not in (State.LIVE, State.SUSPENDED):
                     self.note_ended()
+                    state_changed.notify_all()  # threads that wait while it is made
                     return
                 self._drop_handle()
             if is_mine:  # or else another thread ends it, or what a signal interrupted

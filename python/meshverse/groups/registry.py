@@ -35,7 +35,8 @@ class GroupRegistry(WorldState):
 
     A group that became live in a call that failed is a *leftover*: the other members may have it
     too, and need not call again. The next calls that request a group of these ranks and options use
-    it, in whichever scope, as long as it is live. From then on it is a group of that scope, too.
+    it, in whichever scope, as long as it is live; if the members have no rendezvous in which to
+    learn of it, only the next one does. From then on it is a group of that scope, too.
 
     Two kinds of calls do not use a leftover, so that all members do the same whether the call
     failed on them or not: those of a lazy universe, unless it is a group of their scope; and those
@@ -53,6 +54,7 @@ class GroupRegistry(WorldState):
         self._times_named: Counter[str] = Counter()
         self._freed: dict[str, set[int]] = {}  # by digest, lower numbers that can be given again
         self._leftovers: dict[tuple[str, OptionsKey], Group] = {}  # by ranks and options
+        self.is_over = False  # whether the world has ended
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
     def __iter__(self) -> Iterator[Group]:
@@ -145,6 +147,10 @@ class GroupRegistry(WorldState):
         """Have later calls use a live group; see the class."""
         self._leftovers[_content_in_all_scopes(group.request)] = group
 
+    def drop_leftover(self, group: Group) -> None:
+        """Have later calls not use a leftover."""
+        self._leftovers.pop(_content_in_all_scopes(group.request), None)
+
     def attach_leftover(self, group: Group, scope: Hashable, ref: GroupRef) -> None:
         """Attach a leftover to a reference of a scope, which has this group from now on."""
         content = (scope, *_content_in_all_scopes(group.request))
@@ -154,10 +160,10 @@ class GroupRegistry(WorldState):
                 self._by_content[content] = group
             self.attach(group, ref)
 
-    def is_live(self, name: str) -> bool:
-        """Return whether the group of this c10d name is live."""
+    def is_live(self, name: str, key: OptionsKey) -> bool:
+        """Return whether the group of this c10d name is live, and has these options."""
         group = self._by_name.get(name)
-        return group is not None and group.state is State.LIVE
+        return group is not None and group.state is State.LIVE and group.request.options.key == key
 
     def add_c10d_group(self, handle: ProcessGroup, ref: GroupRef) -> None:
         """Attach a group of c10d to a reference. The registry then finds it by its name only."""
@@ -260,6 +266,7 @@ class GroupRegistry(WorldState):
 
         From now on, they live as long as their references, which universes keep.
         """
+        self.is_over = True
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()
@@ -274,6 +281,7 @@ class GroupRegistry(WorldState):
         next group with the same digest.
         """
         with state_lock.held:
+            self.is_over = False
             kept = [group for group in self if group.refs.alive()]
             self._by_name = {group.name: group for group in kept}
             self._by_content = {content: group for group in kept for content in group.contents}

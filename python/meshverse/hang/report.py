@@ -385,8 +385,8 @@ class ReportFormatter(NamedTuple):
             "One of these ranks must begin with the call that another one waits for, or each must "
             "use batch_isend_irecv."
             if is_p2p
-            else "All ranks must use these groups in the same order, and skip none. One of them "
-            "may be a call or a whole step ahead of the others."
+            else "All ranks must use these groups in the same order, and skip none. If one of them "
+            "is a whole step ahead of the others, they may have combined different steps before."
         )
         earlier = (by_name[name] for name in one.cycle if by_name[name].out_of_step is not None)
         why = (

@@ -463,8 +463,7 @@ class UniverseGroups:
             self.registry.add_c10d_group(world.default_group, ref)
             world.axes_of_default_group[request.axis_name] = None
         elif leftover is not None:
-            if way is Way.BY_MEMBERS:
-                agree_on_leftover(leftover, world)
+            agree_on_leftover(leftover, world)
             self._refer_to_leftover(leftover, ref)
         elif way is not Way.BY_MEMBERS:
             handle = create_by_all(request, world)
@@ -488,7 +487,8 @@ class UniverseGroups:
         world, group = self._world, ref.group
         assert group is not None
         # Meshes of lazy universes have its name, so that no leftover can take its place.
-        has_group = None if group.is_lazy else self.registry.is_live
+        key = ref.request.options.key
+        has_group = None if group.is_lazy else partial(self.registry.is_live, key=key)
         try:
             ref.created = group.make(
                 lambda group: create_by_members(group, world, ranks, has_group)
