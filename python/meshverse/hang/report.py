@@ -562,8 +562,8 @@ def _when_out_of_step(one: Stuck) -> str:
     )
     return (
         f"But ranks {rank_ranges(list(calls))} were out of step before: number {number:,} on "
-        f"{group_in_words(one.seen)} was {who}. One of these ranks skipped a call there, or made "
-        "an extra one: results since then may be wrong."
+        f"{group_in_words(one.seen)} was {who}. One of these ranks skipped a call there, made an "
+        "extra one, or called in another order: results since then may be wrong."
     )
 
 
