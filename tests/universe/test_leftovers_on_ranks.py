@@ -200,13 +200,25 @@ def _timeouts(meshes: list[DeviceMesh]) -> list[float]:
     return [0.0 if timeout is None else timeout.total_seconds() for timeout in found]
 
 
-def _another_timeout_after_a_retry() -> list[float]:
+def _another_timeout(*, waits: bool) -> list[float]:
     universe = _universe()
     with _interrupted_after_a_group():
         mesh = _mesh(universe)
     if dist.get_rank() == 0:
+        if waits:
+            wait_until_they_wait(1)
         mesh = _mesh(universe)
+    if not waits:
+        dist.barrier()
     return _timeouts([mesh, _mesh(_universe(seconds=120)), _mesh(_universe(seconds=60))])
+
+
+def _another_timeout_after_the_retry() -> list[float]:
+    return _another_timeout(waits=False)
+
+
+def _another_timeout_before_the_retry() -> list[float]:
+    return _another_timeout(waits=True)
 
 
 def _two_timeouts_failed() -> list[float]:
@@ -217,11 +229,12 @@ def _two_timeouts_failed() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("program", "timeouts"),
-    [(_another_timeout_after_a_retry, [60, 120, 60]), (_two_timeouts_failed, [60, 120, 60])],
+    "program",
+    [_another_timeout_after_the_retry, _another_timeout_before_the_retry, _two_timeouts_failed],
+    ids=lambda program: program.__name__[1:],
 )
-def test_a_leftover_is_used_with_its_own_options_only(crew: Crew, program, timeouts) -> None:
-    assert crew.run(program, 2) == [timeouts] * 2
+def test_a_leftover_is_used_with_its_own_options_only(crew: Crew, program: Any) -> None:
+    assert crew.run(program, 2) == [[60, 120, 60]] * 2
 
 
 def test_without_a_rendezvous_only_the_next_call_uses_a_leftover() -> None:

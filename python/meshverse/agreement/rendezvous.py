@@ -17,8 +17,9 @@ uses the leftover, without waiting, and writes this as the outcome of the rendez
 group like it. If others call again, they use that group too.
 
 On members that have gone on, the next group may be one that a lazy universe has planned. That one
-stays a group of its own, as meshes have its name already. So all its members ignore this outcome,
-whether they are waiting or join later, and go on with the next attempt.
+stays a group of its own, as meshes have its name already. Or it is one with other options, such as
+another timeout, which names do not contain. So all its members ignore this outcome, whether they
+are waiting or join later, and go on with the next attempt.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ def _without_leftover(outcome: str) -> str:
         return outcome
     _, name, who = outcome.split(" ", 2)
     return (
-        f"another member goes on with {name} ({who}), which this rank never got, has destroyed, or "
-        "has with other options. "
+        f"another member goes on with {name} ({who}), which this rank has destroyed or never got. "
         "A group that only some members have cannot be used again: call destroy_process_group() "
         "and init_process_group() on all ranks"
     )
@@ -142,7 +142,7 @@ class Rendezvous(WorldState):
         *,
         check: Callable[[], None] | None = None,
         text: str | None = None,
-        has_group: Callable[[str], bool] | None = None,
+        has_group: Callable[[str], bool | None] | None = None,
     ) -> Joined:
         """Join a rendezvous, and wait until all members have joined.
 
@@ -156,10 +156,10 @@ class Rendezvous(WorldState):
             timeout: longest time to wait; None for no limit.
             check: function that is called about once a second; it raises if waiting is pointless.
             text: string that this rank contributes. All members must pass one, or none.
-            has_group: function that returns whether this rank has the group of a c10d name, with
-                the options that are wanted. If it is not passed, leftovers of other members are
-                ignored: this rank goes on with the next attempt. All members must pass one, or
-                none.
+            has_group: function that returns whether this rank has the group of a c10d name; None if
+                that has other options than are wanted. Then, and if no function is passed, the
+                leftover is ignored: this rank goes on with the next attempt. All members must pass
+                one, or none.
 
         Raises:
             LeftoverError: a member uses a leftover that this rank has too.
@@ -192,10 +192,11 @@ class Rendezvous(WorldState):
                     self._complete.add(name)
                 self._next_attempts[name] = number + 1
             if outcome.startswith(_LEFTOVER):
-                if has_group is None:
-                    continue
                 leftover = outcome.split(" ")[1]
-                if has_group(leftover):
+                has_it = None if has_group is None else has_group(leftover)
+                if has_it is None:
+                    continue
+                if has_it:
                     self._next_attempts[name] = number  # it has this outcome for later calls too
                     raise LeftoverError(leftover)
             if outcome.startswith(_ALL_JOINED):

@@ -171,7 +171,7 @@ def create_by_members(
     group: Group,
     world: World,
     ranks: list[int] | None = None,
-    has_group: Callable[[str], bool] | None = None,
+    has_group: Callable[[str], bool | None] | None = None,
 ) -> ProcessGroup | None:
     """Create a planned group. All its members must call this.
 
@@ -242,7 +242,7 @@ def _store_for_rendezvous(
 
 
 def _rendezvous(
-    group: Group, ranks: list[int], world: World, has_group: Callable[[str], bool] | None
+    group: Group, ranks: list[int], world: World, has_group: Callable[[str], bool | None] | None
 ) -> int | None:
     """Join the rendezvous of the group's members, if c10d would wait for them without a message.
 

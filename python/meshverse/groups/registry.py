@@ -160,10 +160,12 @@ class GroupRegistry(WorldState):
                 self._by_content[content] = group
             self.attach(group, ref)
 
-    def is_live(self, name: str, key: OptionsKey) -> bool:
-        """Return whether the group of this c10d name is live, and has these options."""
+    def is_live(self, name: str, key: OptionsKey) -> bool | None:
+        """Return whether the group of this c10d name is live; None if it has other options."""
         group = self._by_name.get(name)
-        return group is not None and group.state is State.LIVE and group.request.options.key == key
+        if group is None or group.state is not State.LIVE:
+            return False
+        return True if group.request.options.key == key else None
 
     def add_c10d_group(self, handle: ProcessGroup, ref: GroupRef) -> None:
         """Attach a group of c10d to a reference. The registry then finds it by its name only."""
