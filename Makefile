@@ -99,7 +99,7 @@ typecheck: $(VENV)/.wheel $(VENV)/.typecheck ## mypy --strict, and the stub agai
 	MYPYPATH=build/stubs $(VENV)/bin/python -m mypy.stubtest meshverse._core
 
 sanitize: export PATH := $(CURDIR)/$(TOOLS)/bin:$(PATH)
-sanitize: $(TOOLS)/.tools ## run the C++ tests under address and undefined-behaviour sanitizers
+sanitize: $(TOOLS)/.tools ## run the C++ tests under address and undefined-behavior sanitizers
 	cmake -S . -B build/sanitize -G Ninja -DMESHVERSE_SANITIZE=ON -DMESHVERSE_PYTHON=OFF
 	cmake --build build/sanitize
 	ctest --test-dir build/sanitize --output-on-failure --no-tests=error

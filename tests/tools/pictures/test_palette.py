@@ -10,7 +10,7 @@ from meshverse.tools.pictures.palette import COLORS, INKS, color_index
 
 Color = tuple[float, float, float]
 
-# What is seen of linear light: Viénot, Brettel and Mollon, "Digital video colormaps for checking
+# What is seen of linear light: Viénot, Brettel and Mollon, "Digital video colourmaps for checking
 # the legibility of displays by dichromats" (1999).
 _SEEN = {
     "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
