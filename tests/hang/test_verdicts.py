@@ -99,6 +99,9 @@ def test_of_a_shared_group_a_report_says_that_results_may_be_wrong() -> None:
     for second in (skipped, other, late):
         assert report(shared, second).count(doubt) == 1
         assert "may be wrong" not in report("axis dp", second)
+    slow = "If the missing ranks are only slow, nothing is wrong. If a rank skipped"
+    assert slow in report(shared, late)
+    assert "slow" not in report(shared, other)
     assert "may be wrong" not in report(shared, dead)
     assert "may be wrong" not in report(shared, {1: [_call("dp", 3)]})
 

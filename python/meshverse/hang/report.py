@@ -585,6 +585,8 @@ def _doubts_on_results(reported: Iterable[Stuck], by_name: Mapping[str, Stuck]) 
     shared = {name: axes for name in names if len(axes := axes_of(by_name[name].seen.label)) > 1}
     if shared:
         groups = " and ".join(dict.fromkeys(", ".join(axes) for axes in shared.values()))
+        only_missing = all(by_name[name].cause is Cause.MISSING for name in shared)
+        slow = "If the missing ranks are only slow, nothing is wrong. " * only_missing
         since = (
             f"Since the skipped call, results on the axes {groups} may be wrong"
             if any(by_name[name].skip is not None for name in shared)
@@ -592,8 +594,8 @@ def _doubts_on_results(reported: Iterable[Stuck], by_name: Mapping[str, Stuck]) 
             "results since then may be wrong"
         )
         yield (
-            f"{since}: these axes share a process group, so a later call of another one took the "
-            "place of the skipped one, unless its operation, dtype or size differs."
+            f"{slow}{since}: these axes share a process group, so a later call of another one took "
+            "the place of the skipped one, unless its operation, dtype or size differs."
         )
 
 
