@@ -23,7 +23,7 @@ from .device_mesh import init_device_mesh as init_device_mesh
 from .dropin import install as install
 from .dropin import installed as installed
 from .dropin import uninstall as uninstall
-from .options.isolation import isolate as isolate
+from .options.isolation_tags import isolate as isolate
 from .saved_mesh import load_mesh as load_mesh
 from .saved_mesh import save_mesh as save_mesh
 from .universe.universe import Universe as Universe

@@ -21,7 +21,7 @@ from meshverse._torch_compat.tracing import hook_concatenate, register_with_dyna
 from .device_mesh.device_mesh import DeviceMesh
 from .device_mesh.fsdp2_meshes import source_of
 from .locks import state_lock
-from .universe.groups import share_world_wide
+from .universe.universe_groups import share_world_wide
 
 _installed = False  # whether install() is in force
 _open_blocks: set[object] = set()  # of installed()

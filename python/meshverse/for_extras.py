@@ -19,7 +19,7 @@ from .agreement import Rendezvous
 from .groups.request import GroupRequest
 from .options.group_options import check_timeout
 from .universe.find_group import find_group_optional, finest_coordinate
-from .universe.registry import WorldUniverses, universes_here
+from .universe.world_universes import WorldUniverses, universes_here
 from .world import World, WorldState, on_world_started
 
 __all__ = [

@@ -41,7 +41,7 @@ from meshverse._torch_compat.c10d_groups import (
     world_lifetime,
 )
 from meshverse._torch_compat.private_names import ProcessGroup, StockDeviceMesh
-from meshverse.attributes import computed
+from meshverse.descriptors import computed
 from meshverse.locks import state_changed, state_lock
 from meshverse.options.group_options import NO_OVERRIDE, GroupOptions
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers.crew import Crew
 from helpers.turns import gives_up_after, wait_until_they_wait
 from meshverse import DeviceMesh, RanksDifferError, init_device_mesh
-from meshverse.universe.groups import share_world_wide
+from meshverse.universe.universe_groups import share_world_wide
 from meshverse.world import World
 
 _AXES = ("dp", "tp")

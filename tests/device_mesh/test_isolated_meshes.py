@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers.observation import STOCK
 from helpers.worlds import fake_world, groups_created
 from meshverse import DeviceMesh, init_device_mesh, isolate
-from meshverse.options.isolation import merge_tags, own_tag, tag_inside
+from meshverse.options.isolation_tags import merge_tags, own_tag, tag_inside
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 

@@ -76,7 +76,7 @@ def test_only_imports_of_extras_by_the_core_are_excused() -> None:
     # A universe and its meshes have each other as attributes, in annotations only.
     assert excused.pop("meshverse.device_mesh.device_mesh") == {
         "meshverse.universe.universe",
-        "meshverse.universe.meshes",
+        "meshverse.universe.universe_meshes",
     }
     assert all(map(_is_of_an_extra, excused))
 

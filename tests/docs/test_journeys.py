@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 import meshverse
 from helpers.crew import Crew
 from meshverse.agreement import rendezvous
-from meshverse.universe.meshes import UniverseMeshes
+from meshverse.universe.universe_meshes import UniverseMeshes
 
 _PAGE = Path(__file__).parents[2] / "docs" / "journeys.md"
 _PACKAGE = str(Path(meshverse.__file__).parent) + os.sep

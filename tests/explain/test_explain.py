@@ -16,7 +16,7 @@ from helpers.observation import OURS, STOCK, Family
 from helpers.worlds import fake_world, live_groups
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse.explain.communicator_memory import COMMUNICATOR_BYTES, estimate_bytes
-from meshverse.universe.registry import WorldUniverses
+from meshverse.universe.world_universes import WorldUniverses
 from meshverse.world import World
 from trainer_views import Degrees, five_views
 

@@ -18,7 +18,7 @@ from helpers.worlds import fake_world, group_names, groups_created, live_groups
 from meshverse import DeviceMesh, init_device_mesh, isolate
 from meshverse._torch_compat.backends import HowCreated
 from meshverse.groups.registry import GroupRegistry
-from meshverse.universe.registry import WorldUniverses
+from meshverse.universe.world_universes import WorldUniverses
 from meshverse.world import World
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"

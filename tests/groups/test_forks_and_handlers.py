@@ -22,10 +22,10 @@ from meshverse import DeviceMesh, dropin, init_device_mesh
 from meshverse._core import Layout, RankMap
 from meshverse.groups.registry import GroupRegistry
 from meshverse.layouts.rank_views import RankViews, rank_views
-from meshverse.universe import groups as universe_groups
-from meshverse.universe.meshes import UniverseMeshes
-from meshverse.universe.registry import WorldUniverses
+from meshverse.universe import universe_groups
 from meshverse.universe.universe import Universe
+from meshverse.universe.universe_meshes import UniverseMeshes
+from meshverse.universe.world_universes import WorldUniverses
 from meshverse.world import World
 
 _NAMES = ("dp", "tp")

@@ -36,7 +36,7 @@ from meshverse._torch_compat.c10d_groups import end_group
 from meshverse.device_mesh import mesh_warnings
 from meshverse.groups import creation
 from meshverse.groups.group import Group
-from meshverse.universe.registry import universes_here
+from meshverse.universe.world_universes import universes_here
 from meshverse.world import World
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers.forked import SECONDS
 from helpers.worlds import fake_world
 from meshverse import Universe, init_device_mesh
-from meshverse.universe.groups import UniverseGroups
+from meshverse.universe.universe_groups import UniverseGroups
 
 
 def _derive(mesh: Any) -> Any:

@@ -15,7 +15,7 @@ from helpers import splitting
 from helpers.all_reduce import reached_by, reached_ranks
 from helpers.crew import Crew
 from meshverse import init_device_mesh, init_mesh_partition
-from meshverse.device_mesh.lazy_names import check_in_graph
+from meshverse.device_mesh.group_names import check_in_graph
 
 _AXES = ("dp", "tp")
 

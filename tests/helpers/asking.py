@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import (
 from helpers.observation import attempt
 from meshverse import DeviceMesh, Universe, init_device_mesh, isolate, load_mesh, save_mesh
 from meshverse.parallel import MeshCollective, Meshes, get_flat_mesh, get_fsdp_dp_mesh, get_submesh
-from meshverse.universe.registry import find_universe, universes_over
+from meshverse.universe.world_universes import find_universe, universes_over
 
 Question = Callable[[DeviceMesh], object]
 

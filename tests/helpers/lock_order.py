@@ -26,7 +26,7 @@ from meshverse._torch_compat.c10d_creation import (
 )
 from meshverse._torch_compat.c10d_groups import clone_store, end_group
 from meshverse.groups.group import Group
-from meshverse.universe.groups import UniverseGroups
+from meshverse.universe.universe_groups import UniverseGroups
 
 __all__ = ["CREATES_ENTRY", "KINDS", "MAKES_GROUP", "STATE_LOCK", "recorded"]
 

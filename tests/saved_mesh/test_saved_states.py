@@ -19,7 +19,7 @@ from helpers.observation import observe
 from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, Universe, init_device_mesh, load_mesh, save_mesh
 from meshverse._core import AxisLayout, Layout, RankMap
-from meshverse.universe.registry import _universes
+from meshverse.universe.world_universes import _universes
 
 _NAMES = ("dp", "tp")
 

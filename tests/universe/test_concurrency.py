@@ -21,10 +21,10 @@ from meshverse import world as world_module
 from meshverse._core import RankMap
 from meshverse.groups.group import Group
 from meshverse.locks import state_lock
-from meshverse.universe import groups as universe_groups
-from meshverse.universe.meshes import UniverseMeshes
-from meshverse.universe.registry import WorldUniverses, find_universe
+from meshverse.universe import universe_groups
 from meshverse.universe.universe import Universe
+from meshverse.universe.universe_meshes import UniverseMeshes
+from meshverse.universe.world_universes import WorldUniverses, find_universe
 from meshverse.world import World
 
 _THREADS = 8

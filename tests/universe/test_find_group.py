@@ -9,7 +9,7 @@ import meshverse
 from helpers.worlds import FakeWorld, in_worlds
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups.creation import group_desc
-from meshverse.universe.groups import share_world_wide
+from meshverse.universe.universe_groups import share_world_wide
 
 
 @in_worlds(FakeWorld(8, 5))

@@ -17,8 +17,8 @@ from helpers.turns import wait_until_they_wait
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._torch_compat.backends import timeout_of
-from meshverse.universe import groups
-from meshverse.universe.groups import share_world_wide
+from meshverse.universe import universe_groups
+from meshverse.universe.universe_groups import share_world_wide
 
 
 def _universe(*, lazy: bool = False, seconds: int = 60) -> Universe:
@@ -43,7 +43,7 @@ def _lazy_part(universe: Universe) -> DeviceMesh:
 @contextmanager
 def _interrupted_after_a_group() -> Iterator[None]:
     """Interrupt rank 0 in this block, when it has created one group."""
-    create, groups_created = groups.create_by_members, list[str]()
+    create, groups_created = universe_groups.create_by_members, list[str]()
 
     def interrupted(group: Any, *rest: Any, **named: Any) -> Any:
         if groups_created:
@@ -55,7 +55,7 @@ def _interrupted_after_a_group() -> Iterator[None]:
         if dist.get_rank() > 0:
             yield
         else:
-            patch.setattr(groups, "create_by_members", interrupted)
+            patch.setattr(universe_groups, "create_by_members", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 yield
 

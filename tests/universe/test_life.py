@@ -18,7 +18,7 @@ from helpers.tiers import in_tiers
 from helpers.worlds import fake_world, group_names, groups_created
 from meshverse import DeviceMesh, Universe, init_device_mesh
 from meshverse._core import RankMap
-from meshverse.universe.registry import find_universe
+from meshverse.universe.world_universes import find_universe
 from worlds import start_fake_world
 
 _NAMES = ("dp", "cp", "tp")

@@ -21,8 +21,8 @@ from helpers.worlds import fake_world, group_names
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.groups.group import Group
 from meshverse.groups.registry import GroupRegistry
-from meshverse.universe.meshes import UniverseMeshes
-from meshverse.universe.registry import universes_here
+from meshverse.universe.universe_meshes import UniverseMeshes
+from meshverse.universe.world_universes import universes_here
 from meshverse.world import World
 from worlds import start_fake_world
 

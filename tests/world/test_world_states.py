@@ -9,7 +9,7 @@ from meshverse import init_device_mesh
 from meshverse.agreement import ComparedCalls
 from meshverse.groups.group import State
 from meshverse.groups.registry import GroupRegistry
-from meshverse.universe.registry import WorldUniverses
+from meshverse.universe.world_universes import WorldUniverses
 from meshverse.world import World, WorldState
 from worlds import start_fake_world
 

@@ -42,8 +42,8 @@ from meshverse._torch_compat.tracing import (
     stock_concatenate,
     warn_as_stock,
 )
-from meshverse.attributes import assignable, computed
 from meshverse.coordinate_op import traced_coordinate
+from meshverse.descriptors import assignable, computed
 from meshverse.layouts.derivation import (
     MeshDescription,
     axis_index,
@@ -72,7 +72,7 @@ from meshverse.options.group_options import (
     normalize_override,
     normalize_overrides,
 )
-from meshverse.options.isolation import (
+from meshverse.options.isolation_tags import (
     check_tag,
     current_tag,
     merge_tags,
@@ -81,13 +81,13 @@ from meshverse.options.isolation import (
     tag_inside,
     tag_parts,
 )
-from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe, check_universe
+from meshverse.universe.world_universes import find_universe
 from meshverse.wording import did_you_mean
 from meshverse.world import World
 
 from .fsdp2_meshes import note_source, source_of, universe_of_default_mesh
-from .lazy_names import DeferredGroupNames, GroupNames, NoGroupNames, prepare_for_graph
+from .group_names import DeferredGroupNames, GroupNames, NoGroupNames, prepare_for_graph
 
 if TYPE_CHECKING:
     from meshverse.tools.pictures import Picture

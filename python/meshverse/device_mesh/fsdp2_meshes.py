@@ -22,8 +22,8 @@ import torch
 from meshverse._core import Layout, RankMap
 from meshverse._torch_compat.tracing import base_of
 from meshverse.locks import state_lock
-from meshverse.universe.groups import shares_world_wide
 from meshverse.universe.universe import Universe
+from meshverse.universe.universe_groups import shares_world_wide
 from meshverse.world import World, WorldState
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from meshverse.options.group_options import (
     Override,
     normalize_overrides,
 )
-from meshverse.options.isolation import current_tag, normalize_tags
+from meshverse.options.isolation_tags import current_tag, normalize_tags
 from meshverse.universe.universe import Universe, check_universe
 from meshverse.world import World
 

@@ -9,7 +9,7 @@ import torch
 
 from meshverse._core import RankArray, RankGroups, RankMap
 from meshverse._torch_compat.tracing import outside_torch_modes
-from meshverse.attributes import computed
+from meshverse.descriptors import computed
 from meshverse.locks import state_lock
 
 

@@ -41,7 +41,7 @@ from meshverse._torch_compat.backends import (
 )
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 
-from .isolation import IN_MESH_ORDER, by_axis
+from .isolation_tags import IN_MESH_ORDER, by_axis
 
 # --- a user's arguments --------------------------------------------------------------------------
 

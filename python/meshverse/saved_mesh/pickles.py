@@ -14,8 +14,8 @@ import torch.distributed as dist
 from meshverse._core import AxisLayout, RankMap
 from meshverse._torch_compat.one_graph import is_one_graph_compiled
 from meshverse.device_mesh.device_mesh import DeviceMesh
-from meshverse.universe.registry import find_universe
 from meshverse.universe.universe import Universe
+from meshverse.universe.world_universes import find_universe
 
 from .state import MeshState, SavedMesh, SavedState, read_state
 

@@ -16,7 +16,7 @@ from meshverse._core import AxisLayout, Layout, RankMap
 from meshverse._torch_compat.stock_layouts import FLATTENED_ARE_DISTINCT
 from meshverse.layouts.derivation import MeshDescription
 from meshverse.layouts.user_input import LARGEST_RANK, check_axis_names, check_layout
-from meshverse.options.isolation import check_tag, tag_parts
+from meshverse.options.isolation_tags import check_tag, tag_parts
 
 MeshState: TypeAlias = dict[str, Any]
 """A mesh as plain data: numbers, strings, lists and dictionaries of them."""

@@ -21,10 +21,10 @@ from meshverse._torch_compat.saved_stock import (
     read_stock_state,
 )
 from meshverse.device_mesh.device_mesh import DeviceMesh
-from meshverse.device_mesh.lazy_names import NoGroupNames
+from meshverse.device_mesh.group_names import NoGroupNames
 from meshverse.layouts.user_input import as_rank_tensor, rank_map_of
-from meshverse.universe.registry import universes_over
 from meshverse.universe.universe import Universe
+from meshverse.universe.world_universes import universes_over
 from meshverse.world import World
 
 from .pickles import load_saved, mesh_fields

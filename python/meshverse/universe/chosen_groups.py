@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshverse.groups.group import Group, GroupRef
 from meshverse.wording import did_you_mean
 
-from .groups import UniverseGroups
+from .universe_groups import UniverseGroups
 
 
 class Chosen(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshverse._torch_compat.private_names import ProcessGroup
 
-from .registry import universes_here
+from .world_universes import universes_here
 
 if TYPE_CHECKING:
     from .universe import Universe

@@ -16,7 +16,7 @@ from meshverse._torch_compat.backends import explicit_timeout_of, is_backend_opt
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse.layouts.user_input import ArrayLike, read_rank_map
 from meshverse.options.group_options import Override, check_timeout, normalize_override
-from meshverse.options.isolation import normalize_tags
+from meshverse.options.isolation_tags import normalize_tags
 from meshverse.wording import rank_list
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from meshverse.groups.request import Way, way_to_create
 from meshverse.wording import rank_list
 from meshverse.world import World
 
-from .registry import universes_not_ended
 from .universe import Universe
+from .world_universes import universes_not_ended
 
 _log = logging.getLogger(__name__)
 

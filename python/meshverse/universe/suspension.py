@@ -11,7 +11,7 @@ from meshverse._torch_compat.c10d_suspension import memory_stats as backend_memo
 from meshverse.groups.group import Group, State
 
 from .chosen_groups import Chosen, in_one_order
-from .groups import UniverseGroups
+from .universe_groups import UniverseGroups
 
 _log = logging.getLogger(__name__)
 

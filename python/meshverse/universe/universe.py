@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshverse._core import AxisLayout, RankMap
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
-from meshverse.attributes import computed
+from meshverse.descriptors import computed
 from meshverse.layouts.rank_views import RankViews, rank_views
 from meshverse.layouts.user_input import ArrayLike, TopologyLike, read_rank_map
 from meshverse.locks import state_lock
@@ -22,9 +22,9 @@ from meshverse.options.group_options import Defaults
 from meshverse.wording import counted, rank_list
 from meshverse.world import World
 
-from .groups import UniverseGroups
-from .meshes import UniverseMeshes
-from .registry import WorldUniverses, next_own_serial, note_universe
+from .universe_groups import UniverseGroups
+from .universe_meshes import UniverseMeshes
+from .world_universes import WorldUniverses, next_own_serial, note_universe
 
 if TYPE_CHECKING:
     from meshverse.device_mesh.device_mesh import DeviceMesh

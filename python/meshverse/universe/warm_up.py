@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .chosen_groups import in_one_order
-from .groups import UniverseGroups
+from .universe_groups import UniverseGroups
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from meshverse.groups.request import GroupRequest
 from meshverse.locks import state_lock
 from meshverse.world import World
 
-from .registry import WorldUniverses
+from .world_universes import WorldUniverses
 
 
 class UniverseCalls:

@@ -29,8 +29,8 @@ from meshverse.options.group_options import Defaults, Override
 from meshverse.wording import rank_list
 from meshverse.world import World
 
-from .calls import UniverseCalls
-from .registry import WorldUniverses
+from .universe_calls import UniverseCalls
+from .world_universes import WorldUniverses
 
 if TYPE_CHECKING:
     from .universe import Universe

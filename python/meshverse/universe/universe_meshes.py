@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from meshverse._core import AxisLayout
 from meshverse.layouts.derivation import MeshDescription, check_names_at_root
 from meshverse.locks import WeakRegistry, state_lock
-from meshverse.options.isolation import merge_tags, tag_parts
+from meshverse.options.isolation_tags import merge_tags, tag_parts
 
 if TYPE_CHECKING:
     from meshverse.device_mesh.device_mesh import DeviceMesh
