@@ -89,6 +89,13 @@ def test_what_shards_imports_what_it_uses(imported_by: Callable[[str], set[str]]
     assert imported_by("from meshverse.parallel import fsdp2_strategy_parallelize") > _COSTLY
 
 
+def test_no_name_imports_another_extra(imported_by: Callable[[str], set[str]]) -> None:
+    imported = imported_by(f"from meshverse.parallel import {', '.join(parallel.__all__)}")
+    assert "meshverse.parallel.reshard.reshard" in imported
+    others = ("meshverse.connection", "meshverse.hang", "meshverse.tools")
+    assert not [module for module in imported if module.startswith(others)]
+
+
 def test_every_public_name_is_there() -> None:
     for name in parallel.__all__:
         assert getattr(parallel, name).__module__.startswith("meshverse.parallel.")

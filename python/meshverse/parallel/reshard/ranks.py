@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshverse import Connection, DeviceMesh, init_device_mesh
+import meshverse
+from meshverse import DeviceMesh, init_device_mesh
 from meshverse._core import RankMap
 from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.locks import state_lock
@@ -48,7 +49,7 @@ class ReshardGroup:
         name: str,
         ranks: Sequence[int] | None,
         timeout: timedelta | None,
-        connection: Connection | None = None,
+        connection: meshverse.Connection | None = None,
     ) -> None:
         self.label = f"{function}(name={name!r})" if name else function
         self.connection, self._wrong = connection, ""
@@ -57,7 +58,7 @@ class ReshardGroup:
         if connection is None:
             self._create(function, name, ranks, timeout)
             return
-        if not isinstance(connection, Connection):
+        if not isinstance(connection, meshverse.Connection):
             raise TypeError(
                 f"{function}(group={connection!r:.80}) of type {type(connection).__name__}: give "
                 "the result of meshverse.connect(). Leave out group= within one world."

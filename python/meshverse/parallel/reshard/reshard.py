@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import Self
 
-from meshverse import Connection, Topology
+import meshverse
 from meshverse._core import shard_shape
 from meshverse._torch_compat.tracing import is_faking
 from meshverse.locks import Lock
@@ -116,9 +116,9 @@ class Reshard:
         name: str = "",
         ranks: Sequence[int] | None = None,
         buffer_bytes: int = 64 * _MIB,
-        topology: Topology | None = None,
+        topology: meshverse.Topology | None = None,
         timeout: timedelta | None = None,
-        group: Connection | None = None,
+        group: meshverse.Connection | None = None,
     ) -> None:
         def read() -> dict[str, Side | None]:
             return read_sides(renamed(source, rename), target, group)
@@ -138,7 +138,7 @@ class Reshard:
         group: ReshardGroup,
         read: Callable[[], dict[str, Side | None]],
         buffer_bytes: int = 64 * _MIB,
-        topology: Topology | None = None,
+        topology: meshverse.Topology | None = None,
     ) -> None:
         self._group, self.ranks = group, group.ranks
         self._process_id = os.getpid()
@@ -319,7 +319,7 @@ class Reshard:
 
 
 def read_sides(
-    source: Tensors | None, target: Tensors | None, connection: Connection | None = None
+    source: Tensors | None, target: Tensors | None, connection: meshverse.Connection | None = None
 ) -> dict[str, Side | None]:
     """Return both sides on this rank, each read by `read_side`."""
     given = {"source": source, "target": target}

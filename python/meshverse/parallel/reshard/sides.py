@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh as StockDeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshverse import DeviceMesh, Topology
+import meshverse
+from meshverse import DeviceMesh
 from meshverse._core import Layout, shard_shape
 from meshverse._torch_compat.c10d_groups import group_ranks_of
 from meshverse._torch_compat.dtensors import is_strided_shard, waited
@@ -199,7 +200,7 @@ def describe(
     return Description(described, sorted(types), *settings), contents
 
 
-def nodes_of(topology: Topology | None, size: int) -> tuple[int, ...] | None:
+def nodes_of(topology: meshverse.Topology | None, size: int) -> tuple[int, ...] | None:
     """Return the node of each rank from a topology of `size` ranks; None without a topology.
 
     Raises:
@@ -208,7 +209,7 @@ def nodes_of(topology: Topology | None, size: int) -> tuple[int, ...] | None:
     """
     if topology is None:
         return None
-    if not isinstance(topology, Topology):
+    if not isinstance(topology, meshverse.Topology):
         raise TypeError(
             f"topology={topology!r:.80} of type {type(topology).__name__} must be a "
             "meshverse.Topology."
