@@ -40,6 +40,9 @@ PYTEST := $(VENV)/bin/python $(PYTEST_ARGS)
 # others, also where the environment says that Python shall keep nothing.
 test test-all test-long: export PYTHONDONTWRITEBYTECODE :=
 
+# Else each of the three workers computes on both cores, and waits for the others' threads.
+test test-all test-long coverage: export OMP_NUM_THREADS := 1
+
 # These tests are of jobs on CPUs. With a GPU, torch gives the meshes of a gloo job NCCL groups, too,
 # and NCCL takes one rank for each: that is what `make gpu` tests.
 test test-all test-long soak coverage: export CUDA_VISIBLE_DEVICES :=

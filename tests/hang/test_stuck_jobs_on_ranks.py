@@ -280,7 +280,16 @@ _CASES = [
 ]
 _SHORT = ("orders_two_axes_otherwise",)
 # Of which tests of simulated dumps have the like.
-_SWEPT = ("loops", "calls_another_operation", "has_another_shape", "has_another_dtype")
+_SWEPT = (
+    "loops",
+    "calls_another_operation",
+    "has_another_shape",
+    "has_another_dtype",
+    "has_another_root",
+    "exchanges_without_one",
+    "raises_and_goes_on",
+    "is_out_of_step_and_sleeps",
+)
 
 
 def _marks(case: Stuck) -> list[pytest.MarkDecorator]:
