@@ -121,7 +121,7 @@ def test_every_rank_of_torchrun_has_our_meshes(share: str, tmp_path: Path) -> No
     queues = (
         "  tp and tensor (ranks 0, 1), called by MainThread (1 call), reducer (1 call)\n"
         "  dp and data (ranks 0, 2)\n"
-        "To let two of them overlap, create one inside `with meshverse.isolate(tag):`. Calls: of "
+        'To let two of them overlap, create one in `with meshverse.isolate("own"):`. Calls: of '
         "the last\n  2,000 on this rank.\n"
     )
     assert (queues in done.stderr) == (share == "world")

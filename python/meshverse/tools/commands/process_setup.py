@@ -139,9 +139,7 @@ class _Report(WorldState):
                 "collectives:"
             )
             lines += [f"  {line}" for line in queues]
-            lines += [
-                "To let two of them overlap, create one inside `with meshverse.isolate(tag):`."
-            ]
+            lines += ['To let two of them overlap, create one in `with meshverse.isolate("own"):`.']
             if any(len(group.threads) > 1 for each in explanations for group in each.groups):
                 lines[-1] += f" Calls: of the last {recorder_size():,} on this rank."
         lines = [part for line in lines for part in paragraph(line, "  ")]
