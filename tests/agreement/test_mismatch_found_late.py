@@ -76,6 +76,19 @@ def test_ranks_that_wait_for_nobody_get_the_error_at_their_next_call(crew: Crew)
         assert "axes: (dp=" in answer
 
 
+def _errors_of_a_repeated_call() -> list[str]:
+    world = _mesh((4,), mesh_dim_names=("world",))
+    names = ("odd" if dist.get_rank() == _ODD_RANK else "dp", "tp")
+    unflatten = partial(world.unflatten, "world", (2, 2), names)
+    return [_said(unflatten), _said(unflatten)]
+
+
+def test_the_same_call_again_raises_the_same_error(crew: Crew) -> None:
+    for first, again in crew.run(_errors_of_a_repeated_call, 4):
+        assert first.startswith(_NOW)
+        assert again == first
+
+
 def _error_after_others_cleaned_up() -> str:
     """One rank is late; the others get an error, and destroy what they had before."""
     before = _mesh()

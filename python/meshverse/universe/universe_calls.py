@@ -34,8 +34,9 @@ class UniverseCalls:
             and the world's store allows it.
         number: number of the universe, from 0, among those over its ranks that created groups. None
             until its first call that creates groups for all its ranks has succeeded.
-        compared: each compared call: its layout, the index of its first axis, and the name and
-            digest of each axis; if all options are the defaults, also without the digests, which
+        compared: fingerprint of the ranks that compared a call, by call, unless one of theirs has
+            failed since. A call is its layout, the index of its first axis, and the name and digest
+            of each axis; if all options are the defaults, also without the digests, which
             `UniverseGroups.request_known` looks up before it has them.
         fingerprint: fingerprint of the set of ranks of the universe, whatever their order.
         compared_fingerprints: fingerprints of the sets of ranks that compared a call.
@@ -62,7 +63,7 @@ class UniverseCalls:
         self._of_world = ComparedCalls() if world is None else world.state(ComparedCalls)
         has_store = world is not None and world.store is not None
         self.is_compared: bool = check_consistency and position is not None and has_store
-        self.compared: set[Hashable] = set()
+        self.compared: dict[Hashable, str] = {}
         self._keys_written: list[str] = []
         self.compared_fingerprints: set[str] = set()
         self.number: int | None = None
@@ -131,10 +132,11 @@ class UniverseCalls:
             if self.number is None:
                 world.run.remove_user(self, world.store)
             raise
-        self.compared.add(made)
+        self.compared[made] = fingerprint
         self.compared_fingerprints.add(fingerprint)
         if are_default:
-            self.compared.add((layout, first, *(one.axis_name for one in requests)))
+            in_short = (layout, first, *(one.axis_name for one in requests))
+            self.compared[in_short] = fingerprint
         return fingerprint
 
     def _describe(self, call: str, requests: Sequence[GroupRequest], rank: int) -> Description:
@@ -187,6 +189,9 @@ class UniverseCalls:
             fingerprint: what `compare` returned for it; None if it was not compared.
             error: the error of the call.
         """
+        for call, by in list(self.compared.items()):
+            if by == fingerprint:  # a repeated call raises what is known by then
+                self.compared.pop(call, None)
         if fingerprint is not None and not isinstance(error, RanksDifferError):
             self._of_world.stop(
                 fingerprint,
