@@ -420,6 +420,50 @@ def test_one_that_was_interrupted_gets_the_mismatch_at_its_next_call(crew: Crew)
     assert others == [["RanksDifferError"] * 3] * 3
 
 
+class _PreemptedError(RuntimeError):
+    def __init__(self, number: int, frame: object) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+def _raise_preempted(number: int, frame: object) -> None:
+    raise _PreemptedError(number, frame)
+
+
+def _preempted(lazy: bool) -> tuple[str, list[int]]:
+    """Rank 0's handler raises an error of its own while it waits for rank 1."""
+    build = partial(
+        *(init_device_mesh, "cpu", (2,)),
+        mesh_dim_names=("dp",),
+        isolate="a",
+        lazy=lazy,
+        timeout=timedelta(minutes=5),
+    )
+    mesh = build() if lazy else None
+    store, outcome, rank = World.current().store, "no error", dist.get_rank()
+    usual = signal.signal(signal.SIGUSR1, _raise_preempted)
+    store.set(f"process of {rank}", str(os.getpid()))
+    if rank == 1:
+        wait_until_they_wait(0)
+        os.kill(int(store.get("process of 0")), signal.SIGUSR1)
+        store.wait(["rank 0 has left"])
+    else:
+        with pytest.raises(_PreemptedError) as caught:
+            (mesh or build()).get_group("dp")
+        outcome = f"{caught.value}, {caught.value.number == signal.SIGUSR1}"
+        store.set("rank 0 has left", "")
+    signal.signal(signal.SIGUSR1, usual)
+    dist.barrier()
+    return outcome, reached_by((mesh or build()).get_group("dp"))
+
+
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_error_that_a_handler_raises_is_raised_as_it_is(crew: Crew, lazy: bool) -> None:
+    (outcome, reached), (other, _) = crew.run(_preempted, 2, lazy)
+    assert (outcome, other) == (f"signal {int(signal.SIGUSR1)}, True", "no error")
+    assert reached == [1, 1]
+
+
 class _Stop(BaseException):
     """Exception of a signal handler."""
 

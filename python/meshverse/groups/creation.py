@@ -212,8 +212,8 @@ def create_by_members(
         # must this rank, whatever a signal handler raises meanwhile.
         return _uninterrupted(create, partial(end_group, group.name, abort=True))
     except RuntimeError as error:
-        if find_c10d_group(group.name) is not None:
-            raise  # it was created: a signal handler has raised this
+        if find_c10d_group(group.name) is not None or not _is_plain(error):
+            raise  # a signal handler has raised it
         message = _could_not_create(request, ranks, world, error)
         if len(ranks) > 1 and is_of_other_ranks(error):
             message += (
@@ -222,6 +222,11 @@ def create_by_members(
                 "created it."
             )
         raise type(error)(message) from error
+
+
+def _is_plain(error: RuntimeError) -> bool:
+    """Return whether an error is c10d's or ours, or at least holds no more than its message."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 def _could_not_create(
@@ -276,6 +281,8 @@ def _rendezvous(
         calls.note_raised(difference)
         raise
     except RuntimeError as error:
+        if not _is_plain(error):
+            raise  # a signal handler has raised it
         try:
             calls.check(store)  # if ranks disagree, that is why the others did not join
         except RanksDifferError as difference:
