@@ -294,6 +294,35 @@ def test_a_note_of_a_large_group_says_that_it_names_some_of_its_ranks(
     assert len(known.ranks) <= 64
 
 
+class _GoesOnMeanwhile:
+    """A store: before one reads the note of rank 2, ranks 1 and 2 complete a rendezvous.
+
+    They have also removed its keys, and rank 2 waits in the reader's one.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def compare_set(self, key: str, *values: str) -> bytes:
+        if key.endswith(note_key(2)):
+            others = _world(self._store, 2).run_keys
+            others.remove(note_key(1))
+            others.write(note_key(2), Wait(2, "rendezvous/x/0", "x", "", [0, 1, 2], 3).to_text())
+        return self._store.compare_set(key, *values)
+
+
+def test_a_note_that_is_outdated_is_no_part_of_a_deadlock() -> None:
+    store = dist.HashStore()
+    note = Wait(1, "rendezvous/y/0", "y", "", [1, 2], 2)
+    _world(store, 1).run_keys.write(note_key(1), note.to_text())
+    timeout = timedelta(seconds=4)  # short-timeout: it must elapse
+    with pytest.raises(RuntimeError, match="rank 0 waited 0:00:04"):
+        _join(_GoesOnMeanwhile(store), "x", [0, 1, 2], 0, timeout)
+
+
 @pytest.mark.long
 def test_who_waits_for_no_deadlock_waits_on(crew: Crew) -> None:
     groups = {0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [2, 3]}

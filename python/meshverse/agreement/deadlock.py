@@ -14,8 +14,10 @@ How a deadlock is found:
 3. A rendezvous that is reached again on one path closes a cycle: each rank of the cycle is a member
    of the previous rank's rendezvous, but waits in another one.
 4. The notes were read one after another, so some may be outdated. Therefore the searching rank
-   checks the rendezvous of the cycle once more. If none of them has an outcome, no rank of the
-   cycle has left its rendezvous since it wrote its note: this is a deadlock.
+   reads the notes of the cycle once more, and then the outcomes of its rendezvous. If no note has
+   changed and none has an outcome, all ranks of the cycle waited when the first reading ended:
+   this is a deadlock. (Without an outcome alone, a rendezvous may be over: its keys are removed
+   with its group. But its members have removed their notes by then.)
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def find_deadlock(rendezvous: str, ranks: Sequence[int], read: Callable[[str], s
     Returns:
         The notes of a cycle of ranks, or [] if the search found none. The rank of each note is a
         member of the rendezvous that the note before it names; the first rank is a member of the
-        last note's rendezvous. The caller must check that none of these rendezvous has an outcome.
+        last note's rendezvous. The caller must check them once more; see the module's docstring.
     """
     seen, notes_left = {rendezvous}, _MOST_NOTES
 

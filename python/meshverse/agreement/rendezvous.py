@@ -423,7 +423,7 @@ class _Attempt:
     def _look_for_deadlock(self) -> None:
         from meshverse.program_line import program_line
 
-        from .deadlock import Wait, find_deadlock, note_key
+        from .deadlock import Wait, find_deadlock, note_key, read_wait
 
         if not self._is_noted and self._own.may_note():
             self._is_noted = True
@@ -432,7 +432,9 @@ class _Attempt:
             note = Wait(self._rank, self.key, self._label, program_line(), ranks, len(ranks))
             self._store.write(note_key(self._rank), note.to_text())
         waits = find_deadlock(self.key, self._ranks, self._read) if self.joined_first else []
-        if not waits or any(self._read(f"{wait.rendezvous}/outcome") for wait in waits):
+        if not waits or any(read_wait(wait.rank, self._read) != wait for wait in waits):
+            return
+        if any(self._read(f"{wait.rendezvous}/outcome") for wait in waits):
             return
         failure = (
             f"deadlock: {'; '.join(map(str, waits))} (found by rank {self._rank}). All ranks of a "
