@@ -146,6 +146,22 @@ def test_warm_up_makes_all_or_some() -> None:
         mesh.universe.warm_up()
 
 
+def test_warm_up_uses_a_device_that_each_group_has_a_backend_for() -> None:
+    if "only_meta" not in dist.Backend.backend_list:
+        create = dist.Backend._plugins["FAKE"].creator_fn
+        dist.Backend.register_backend("only_meta", create, extended_api=True, devices=["meta"])
+    mesh = _mesh()
+    of_meta = dict.fromkeys(_AXES, ("only_meta", None))
+    init_device_mesh(
+        *("meta", (2, 2, 2)),
+        mesh_dim_names=_AXES,
+        universe=mesh.universe,
+        backend_override=of_meta,
+        isolate="meta",
+    )
+    assert len(mesh.universe.warm_up()) == 6
+
+
 def test_warm_up_goes_in_one_order_on_all_ranks() -> None:
     one, two = _mesh(), _mesh()
     two["cp", "tp"].flatten("ct"), two["dp", "cp"].flatten("dc")

@@ -108,6 +108,11 @@ def test_a_part_has_the_rank_that_was_passed_to_the_whole() -> None:
     assert part.part([3]).position == 0
     own = whole.part([2, 3, 4], rank=4)
     assert (own.rank, own.position) == (4, 2)
+    with pytest.raises(
+        ValueError, match="rank cannot be set for ranks 2, 3, 4: a universe or part"
+    ):
+        whole.part([2, 3, 4], rank=2)
+    assert whole.part([2, 3, 4], rank=4) is own
     assert whole.group([4, 5]) is dist.GroupMember.NON_GROUP_MEMBER
     refused = r"ranks 2, 3 was created with rank=3, but this process is rank 5"
     with groups_created(0), pytest.raises(ValueError, match=refused):

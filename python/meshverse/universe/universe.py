@@ -556,7 +556,7 @@ class Universe:
 
         Raises:
             ValueError: a rank is outside this universe; or the part exists already, and a setting
-                such as a timeout is passed.
+                such as a timeout is passed, or another rank.
             RuntimeError: this universe or its world has ended, or it was loaded without process
                 groups and is not bound.
         """
@@ -577,6 +577,8 @@ class Universe:
                     ]
                     self._parts = [*parts, new]
                     return new
+        if rank is not None and rank != known.rank:
+            own["rank"] = rank
         if own:
             raise ValueError(
                 f"{', '.join(own)} cannot be set for {rank_map}: a universe or part over these "

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshverse._torch_compat.backends import by_device
+
 from .chosen_groups import in_one_order
 from .universe_groups import UniverseGroups
 
@@ -40,6 +42,13 @@ def warm_up(
 ) -> list[WarmedUp]:
     """Create lazy groups and run one small all-reduce on every group; see `Universe.warm_up`.
 
+    Args:
+        all_groups: groups of a universe and of its parts.
+        axis_names: names of the axes; None for all groups.
+        device_type: type of the device of the all-reduced tensor, if the group has a backend for
+            it; else the first that it has one for.
+        show_progress: whether to show a progress bar.
+
     Raises:
         KeyError: no group was requested by one of the names.
     """
@@ -53,7 +62,9 @@ def warm_up(
             start = time.perf_counter()
             one.lister.before_use(one.group.name)
             process_group = one.group.live_handle()
-            dist.all_reduce(torch.zeros(1, device=device_type), group=process_group)
+            devices = by_device(one.group.request.options.backend)
+            device = device_type if device_type in devices else next(iter(devices))
+            dist.all_reduce(torch.zeros(1, device=device), group=process_group)
             seconds = time.perf_counter() - start
             report.append(WarmedUp(axes, process_group.size(), seconds))
             if process_group.rank() == 0:  # one line per group
