@@ -9,7 +9,7 @@ world size; `docs/limits.md` lists the others. Collectives are torch's, and no f
 measured on several GPUs.
 """
 
-# ruff: noqa: F403, F405  # the names come from _names
+# ruff: noqa: F403, F405  # the names come from _public
 from __future__ import annotations
 
 import importlib

@@ -55,6 +55,26 @@ def test_every_folder_and_file_of_the_package_is_drawn() -> None:
     assert subpackages | files == set(_picture()) | _FORMER
 
 
+def _lists_its_modules() -> dict[Path, set[str]]:
+    """Return the modules and subpackages that the first docstring of each folder lists."""
+    listed = {}
+    for file in sorted(_PACKAGE.rglob("__init__.py")):
+        items = re.findall(
+            r"^- ((?:`\w+`,?\s+)*`\w+`):", file.read_text("utf-8"), flags=re.MULTILINE
+        )
+        if items:
+            listed[file.parent] = set(re.findall(r"\w+", " ".join(items)))
+    return listed
+
+
+def test_a_folder_that_lists_its_modules_lists_all_of_them() -> None:
+    listed = _lists_its_modules()
+    assert _PACKAGE / "universe" in listed
+    for folder, names in listed.items():
+        files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        assert names == files | {path.parent.name for path in folder.glob("*/__init__.py")}, folder
+
+
 def test_every_import_is_checked() -> None:
     assert set(_LINTER) == {"root_package", "contracts"}
     for contract in _CONTRACTS.values():

@@ -3,6 +3,7 @@
 - `records`: the calls of each rank, as torch's flight recorder has them.
 - `dumps`: files with dumps of flight recorders.
 - `verdicts`: which groups are stuck, and why.
+- `skips`: which rank skipped a call, and where two ranks were first out of step.
 - `report`: verdicts as text and as data.
 - `named_groups`: mesh axes and ranks of process groups, from c10d's names.
 - `live`: records of a running job, exchanged through the store.

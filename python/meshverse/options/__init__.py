@@ -1,6 +1,6 @@
 """The settings of a process group: backend, backend options, timeout and isolation tag.
 
-- `isolation`: the tag of the `isolate` blocks around the running code, and how tags combine;
+- `isolation_tags`: the tag of the `isolate` blocks around the running code, and how tags combine;
   values of single axes, given by name or index.
 - `group_options`: `GroupOptions`, a user's settings for an axis or a universe with every default
   filled in; the key that decides which settings are equal; copies of options objects for c10d.
