@@ -122,7 +122,7 @@ def test_every_rank_of_torchrun_has_our_meshes(share: str, tmp_path: Path) -> No
         "  tp and tensor (ranks 0, 1), called by MainThread (1 call), reducer (1 call)\n"
         "  dp and data (ranks 0, 2)\n"
         'To let two of them overlap, create one in `with meshverse.isolate("own"):`. Calls: of '
-        "the last\n  2,000 on this rank.\n"
+        "the last 2,000\n  on this rank.\n"
     )
     assert (queues in done.stderr) == (share == "world")
     # Sharing saves two, as `created` says: of each two equal groups, one is needed.
