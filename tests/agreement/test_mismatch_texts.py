@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -74,6 +76,30 @@ def test_an_error_that_the_program_has_not_got_is_raised_again() -> None:
         here.check(mine)
     here.note_raised(raised.value)
     here.check(mine)
+
+
+class _CountedReads:
+    """A store that counts how often a value is read."""
+
+    def __init__(self) -> None:
+        self._store, self.n_reads = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def compare_set(self, *values: str) -> bytes:
+        self.n_reads += 1
+        return self._store.compare_set(*values)
+
+
+def test_a_check_is_one_operation_of_the_store_for_any_number_of_sets() -> None:
+    store, mine = _CountedReads(), ComparedCalls()
+    keys = Run(0, 4).keys(store)
+    for number in range(20):
+        mine.compare(keys, f"set {number}", _call(0, {"dp": 4}), [], n_ranks=2)
+    before = store.n_reads
+    mine.check(keys)
+    assert store.n_reads - before == 1
 
 
 def test_the_line_is_that_of_the_program() -> None:

@@ -14,15 +14,16 @@ slowest rank has yet to make. A set with a rank that compares no more calls keep
 If the stored description has another digest than a rank's own, these ranks disagree. The rank then
 writes
 
-- both descriptions, under the mismatch key of the set;
+- both descriptions, under the mismatch key of the set, and a mark under a key of all sets;
 - a mark in place of this call's description: ranks that make the call later find it;
 - the same mark under the key of the next call that no rank has made yet: ranks that are ahead find
   it there.
 
-Ranks that wait for other ranks read the mismatch key about once a second. So a rank raises
-RanksDifferError within seconds if it waits, and otherwise at the latest at the first call that no
-rank had made when the mismatch was found. A mismatch is final: once a rank has raised it, each of
-its later calls for this set of ranks raises it too.
+Ranks that wait for other ranks read the key of all sets about once a second, and the mismatch keys
+of their own sets only if it has the mark. So a rank raises RanksDifferError within seconds if it
+waits, and otherwise at the latest at the first call that no rank had made when the mismatch was
+found. A mismatch is final: once a rank has raised it, each of its later calls for this set of ranks
+raises it too.
 
 Example: rank 0 is first, and stores "init_device_mesh (dp=2, tp=2)" with a digest. Rank 3 calls
 init_device_mesh (dp=4, tp=1), finds the other description, stores both, and raises.
@@ -52,6 +53,7 @@ _CURE = (
 )
 _REMOVED_TOGETHER = 32  # calls whose keys are removed at once
 _DISAGREE = "!"  # the mark; stored in place of a call's description
+_MISMATCHES_KEY = "calls/mismatches"  # has the mark if any set of ranks has a mismatch
 
 
 def check_by_default() -> bool:
@@ -191,6 +193,7 @@ class ComparedCalls(WorldState):
         elif found == _DISAGREE:
             raise self._error(fingerprint, store.read(_mismatch_key(fingerprint)))
         elif (first := Description(*json.loads(found))).digest != mine.digest:
+            store.write(_MISMATCHES_KEY, _DISAGREE)  # first, in case this rank is interrupted
             both = store.put_first(_mismatch_key(fingerprint), json.dumps([first, mine]))
             store.write(key, _DISAGREE)
             for number in itertools.count(calls.n_compared + 1):
@@ -227,14 +230,17 @@ class ComparedCalls(WorldState):
         rank that goes on all the same, as all members of a group have joined, must not wait for the
         next group's members, which may have raised.
 
-        One store operation for each set of ranks with which this rank has compared a call.
+        One store operation; if some ranks of the job disagree, one more for each set of ranks with
+        which this rank has compared a call.
         """
+        has_any: str | None = None
         for fingerprint, calls in dict(self._by_fingerprint).items():
             if calls.n_compared == 0 or calls.has_raised:
                 continue
             if calls.mismatch:
                 raise RanksDifferError(calls.mismatch)
-            if both := store.read(_mismatch_key(fingerprint)):
+            has_any = store.read(_MISMATCHES_KEY) if has_any is None else has_any
+            if has_any and (both := store.read(_mismatch_key(fingerprint))):
                 raise self._error(fingerprint, both, is_raised=False)
 
     def note_raised(self, error: RanksDifferError) -> None:
