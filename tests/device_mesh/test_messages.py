@@ -159,15 +159,17 @@ def test_the_log_tells_each_group_and_why_it_is_new(world: Any, caplog: Any) -> 
     mesh = init_device_mesh("cpu", (1280, 8), mesh_dim_names=_AXES)
     with isolate("mine"):
         mesh["tp"].get_group()
+        mesh.flatten("all").get_group()
     init_device_mesh("cpu", (8,), mesh_dim_names=("other",), timeout=timedelta(hours=1))
     init_device_mesh("cpu", (1280, 8), mesh_dim_names=_AXES, lazy=True).get_group("tp")
     lines = [line for line in _logged(caplog) if line.startswith("process group of axis")]
-    shard, tp, mine, other, lazy = lines
+    shard, tp, mine, all_ranks, other, lazy = lines
     assert "axis 'dp_shard' with ranks [0, 8, 16, 24, 32, 40, ... 10232]" in shard
     assert "created by its members, requested at " in shard
     assert f"{__file__}:" in shard
     assert "the first group of these ranks" in tp
     assert "Not shared with axis 'tp', which has options" in mine
+    assert "Not shared with the default group, which has options 'fake', timeout=1800s" in all_ranks
     assert "Not shared with axis 'tp', which has options" in other
     assert "created by its members at first use" in lazy
     assert "of a mesh in another universe, created without universe=" in lazy

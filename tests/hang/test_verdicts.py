@@ -95,11 +95,11 @@ def test_of_a_shared_group_a_report_says_that_results_may_be_wrong() -> None:
     late: dict[int, Sequence[Call]] = {1: [_call("dp", 2, done=True)]}
     dead: dict[int, Sequence[Call]] = {}
     shared = "axis dp (shared with ep, fsdp)"
-    doubt = "on one of the axes dp, ep, fsdp, which is not known, results since then may be wrong"
+    doubt = "not known whether a rank skipped a call on dp/ep/fsdp. If one did, results since then"
     for second in (skipped, other, late):
         assert report(shared, second).count(doubt) == 1
         assert "may be wrong" not in report("axis dp", second)
-    slow = "If the missing ranks are only slow, nothing is wrong. If a rank skipped"
+    slow = "If the missing ranks are only slow, nothing is wrong. It is not known"
     assert slow in report(shared, late)
     assert "slow" not in report(shared, other)
     assert "may be wrong" not in report(shared, dead)

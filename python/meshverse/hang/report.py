@@ -42,6 +42,12 @@ _DTYPES = {
 }
 
 
+_A_STEP_AHEAD = (
+    " If one of these ranks is a whole step ahead of the others, earlier collectives may have "
+    "mixed data of different steps."
+)
+
+
 class NoRecord(enum.Enum):
     """Why a rank has no record."""
 
@@ -385,14 +391,13 @@ class ReportFormatter(NamedTuple):
             "One of these ranks must begin with the call that another one waits for, or each must "
             "use batch_isend_irecv."
             if is_p2p
-            else "All ranks must use these groups in the same order, and skip none. If one of them "
-            "is a whole step ahead of the others, they may have combined different steps before."
+            else "All ranks must use these groups in the same order, and skip none."
         )
         earlier = (by_name[name] for name in one.cycle if by_name[name].out_of_step is not None)
         why = (
             f"{self._skipped(one.skip)} {rule}"
             if one.skip is not None
-            else next(map(_when_out_of_step, earlier), rule)
+            else next(map(_when_out_of_step, earlier), f"{rule}{'' if is_p2p else _A_STEP_AHEAD}")
         )
         text = f"a deadlock. {chain[:1].upper()}{chain[1:]}. {why}"
         waiting = (call for name in one.cycle for call in by_name[name].waiting.values())
@@ -584,18 +589,19 @@ def _doubts_on_results(reported: Iterable[Stuck], by_name: Mapping[str, Stuck]) 
     )
     shared = {name: axes for name in names if len(axes := axes_of(by_name[name].seen.label)) > 1}
     if shared:
-        groups = " and ".join(dict.fromkeys(", ".join(axes) for axes in shared.values()))
+        groups = " and ".join(dict.fromkeys("/".join(axes) for axes in shared.values()))
         only_missing = all(by_name[name].cause is Cause.MISSING for name in shared)
         slow = "If the missing ranks are only slow, nothing is wrong. " * only_missing
         since = (
-            f"Since the skipped call, results on the axes {groups} may be wrong"
+            f"Since the skipped call, results on {groups} may be wrong"
             if any(by_name[name].skip is not None for name in shared)
-            else f"If a rank skipped a call on one of the axes {groups}, which is not known, "
-            "results since then may be wrong"
+            else f"It is not known whether a rank skipped a call on {groups}. If one did, results "
+            "since then may be wrong"
         )
         yield (
-            f"{slow}{since}: these axes share a process group, so a later call of another one took "
-            "the place of the skipped one, unless its operation, dtype or size differs."
+            f"{slow}{since}: the axes joined by / share a process group, so a later call of "
+            "another one took the place of the skipped one, unless its operation, dtype or size "
+            "differs."
         )
 
 

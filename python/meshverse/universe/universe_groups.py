@@ -683,6 +683,9 @@ class UniverseGroups:
             return (
                 f"Not shared with {axis} of a mesh in another universe, created without universe="
             )
+        if len(ranks) == self._world.size:
+            options = self._world.default_options
+            return f"Not shared with the default group, which has options {options.in_words()}"
         return "It is the first group of these ranks"
 
 
