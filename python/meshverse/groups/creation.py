@@ -213,7 +213,7 @@ def create_by_members(
         return _uninterrupted(create, partial(end_group, group.name, abort=True))
     except RuntimeError as error:
         if find_c10d_group(group.name) is not None or not _is_plain(error):
-            raise  # a signal handler has raised it
+            raise  # mostly, a signal handler has raised it
         message = _could_not_create(request, ranks, world, error)
         if len(ranks) > 1 and is_of_other_ranks(error):
             message += (
@@ -225,7 +225,11 @@ def create_by_members(
 
 
 def _is_plain(error: RuntimeError) -> bool:
-    """Return whether an error is c10d's or ours, or at least holds no more than its message."""
+    """Return whether an error can be raised again with more text: it is only a message.
+
+    Others, such as those that a signal handler raises, may have attributes and a constructor of
+    their own.
+    """
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
@@ -282,7 +286,7 @@ def _rendezvous(
         raise
     except RuntimeError as error:
         if not _is_plain(error):
-            raise  # a signal handler has raised it
+            raise
         try:
             calls.check(store)  # if ranks disagree, that is why the others did not join
         except RanksDifferError as difference:
