@@ -27,7 +27,7 @@ from helpers.differing import (
 from helpers.tiers import in_tiers
 from helpers.turns import say_when_compared, wait_for_comparison
 from meshverse import DeviceMesh, Universe, init_device_mesh, installed, isolate
-from meshverse.agreement import ComparedCalls
+from meshverse.agreement import ComparedCalls, RanksDifferError
 from meshverse.store import StoreKeys
 
 
@@ -180,13 +180,13 @@ def test_all_ranks_of_a_call_get_an_error_that_says_who_differs(
 def _learns_late() -> str:
     """Rank 1 learns of the mismatch when the one that it waits for joins; others have left."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    usual, times = ComparedCalls.check, itertools.count()
+    usual, times = ComparedCalls.find_mismatch, itertools.count()
 
-    def check(self: ComparedCalls, run_keys: StoreKeys) -> None:
+    def find_mismatch(self: ComparedCalls, run_keys: StoreKeys) -> RanksDifferError | None:
         if rank == 1 and next(times) == 0:
             store.set("rank 1 looks", "")
             store.wait(["rank 3 has joined", "ranks 0 and 2 have raised"])
-        usual(self, run_keys)
+        return usual(self, run_keys)
 
     def join(self: StoreKeys, key: str, amount: int = 1) -> int:
         if rank == 3 and key.startswith("rendezvous/"):
@@ -198,7 +198,7 @@ def _learns_late() -> str:
 
     usual_count = StoreKeys.count
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ComparedCalls, "check", check)
+        patch.setattr(ComparedCalls, "find_mismatch", find_mismatch)
         patch.setattr(StoreKeys, "count", join)
         say_when_compared(patch)
         if rank == 2:

@@ -80,13 +80,13 @@ def test_it_is_known_which_rendezvous_a_thread_is_in_and_in_which_one_inside_ano
     def note() -> None:
         seen.extend((wait.label, list(wait.ranks)) for wait in own.waits.values())
 
-    def look() -> None:  # as a signal handler does
+    def look() -> RuntimeError:  # as a signal handler does
         note()
         if len(seen) == 1:
             with pytest.raises(RuntimeError, match="seen"):
                 own.join(_world(store, 0), "y", "group y", [0, 2], _LONG, check=look)
             note()
-        raise RuntimeError("seen")
+        return RuntimeError("seen")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "_CHECK_SECONDS", 0.0)
@@ -386,10 +386,10 @@ def _no_use_when_all_have_joined() -> int:
     rank, store = dist.get_rank(), _store()
     world, limit = _world(store, rank), timedelta(seconds=30)
 
-    def check() -> None:
+    def check() -> RuntimeError:
         store.set("rank 0 checks", "")
         store.wait(["rank 1 has joined"])
-        raise RuntimeError("there is no use in waiting")
+        return RuntimeError("there is no use in waiting")
 
     if rank == 0:
         return Rendezvous().join(world, "pair", "pair", [0, 1], limit, check=check).attempt
@@ -401,3 +401,20 @@ def _no_use_when_all_have_joined() -> int:
 
 def test_what_all_have_joined_is_not_left(crew: Crew) -> None:
     assert crew.run(_no_use_when_all_have_joined, 2) == [0, 0]
+
+
+class _StopError(RuntimeError):
+    """The error of a signal handler of the program."""
+
+
+def test_what_a_signal_handler_raises_is_raised_if_all_have_joined_too() -> None:
+    store = dist.HashStore()
+
+    def check() -> None:
+        _join(store, "pair", [0, 1], 1)
+        raise _StopError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_CHECK_SECONDS", 0.0)
+        with pytest.raises(_StopError):
+            Rendezvous().join(_world(store, 0), "pair", "pair", [0, 1], _LONG, check=check)

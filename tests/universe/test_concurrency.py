@@ -19,7 +19,7 @@ from helpers.worlds import fake_world, group_names, groups_created, live_groups
 from meshverse import DeviceMesh, init_device_mesh, installed
 from meshverse import world as world_module
 from meshverse._core import RankMap
-from meshverse.groups.group import Group
+from meshverse.groups.group import Group, GroupRef
 from meshverse.locks import state_lock
 from meshverse.universe import universe_groups
 from meshverse.universe.universe import Universe
@@ -344,6 +344,66 @@ def test_a_universe_that_is_destroyed_between_two_groups_of_a_mesh_creates_no_fu
             init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=_NAMES, universe=universes[0])
         assert universes[0].groups.is_freed
         assert live_groups() == before
+
+
+def test_a_thread_shares_no_group_of_a_call_that_fails_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has found the group before the call fails, and requests it afterwards."""
+    found, has_failed = threading.Event(), threading.Event()
+    create, count = universe_groups.create_by_members, GroupRef.count_request
+    meshes: list[DeviceMesh] = []
+
+    def fails_once_it_is_found(group: Group, *arguments: Any) -> Any:
+        if group.request.axis_name == "b":
+            second.start()
+            assert found.wait(30)
+            raise RuntimeError("no more memory")
+        return create(group, *arguments)
+
+    def count_late(ref: GroupRef, axis_name: str) -> Any:
+        if axis_name == "c" and not found.is_set():
+            found.set()
+            assert has_failed.wait(30)
+        return count(ref, axis_name)
+
+    def build(*names: str) -> None:
+        meshes.append(init_device_mesh("cpu", (4, 2), mesh_dim_names=names, universe=universe))
+
+    second = threading.Thread(target=build, args=("c", "d"))
+    with fake_world(8):
+        universe = Universe(8)
+        monkeypatch.setattr(universe_groups, "create_by_members", fails_once_it_is_found)
+        monkeypatch.setattr(GroupRef, "count_request", count_late)
+        with pytest.raises(RuntimeError, match="no more memory"):
+            build("a", "b")
+        has_failed.set()
+        second.join(30)
+        assert [meshes[0].get_group(name).size() for name in "cd"] == [4, 2]
+        assert [set(group.requests) for group in universe.explain().groups] == [{"c"}, {"d"}]
+        monkeypatch.undo()
+        build("a", "b")
+        assert meshes[1].get_all_groups() == meshes[0].get_all_groups()
+        universe.destroy()
+        assert len(group_names()) == 1
+
+
+def test_a_call_that_failed_counts_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = universe_groups.create_by_members
+
+    def fails(group: Group, *arguments: Any) -> Any:
+        if group.request.axis_name == "b":
+            raise RuntimeError("no more memory")
+        return create(group, *arguments)
+
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        monkeypatch.setattr(universe_groups, "create_by_members", fails)
+        for names in (("dp", "b", "a"), ("other", "b", "a")):
+            with pytest.raises(RuntimeError, match="no more memory"):
+                init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names, universe=mesh.universe)
+        requests = [group.requests for group in mesh.universe.explain().groups]
+        assert requests == [{"dp": 1}, {"tp": 1}]
 
 
 def test_a_part_may_be_made_in_the_middle_of_making_a_group(

@@ -223,12 +223,12 @@ class ComparedCalls(WorldState):
         elif n_past == 1:
             keys_written.append(key)
 
-    def check(self, store: StoreKeys) -> None:
-        """Raise RanksDifferError if another rank has found a mismatch.
+    def find_mismatch(self, store: StoreKeys) -> RanksDifferError | None:
+        """Return the error of a mismatch that another rank has found, or None.
 
-        If the error reaches the program, call `note_raised`. Until then, each check raises it: a
-        rank that goes on all the same, as all members of a group have joined, must not wait for the
-        next group's members, which may have raised.
+        If you raise it, call `note_raised`. Until then, each call returns it: a rank that goes on
+        all the same, as all members of a group have joined, must not wait for the next group's
+        members, which may have raised.
 
         One store operation; if some ranks of the job disagree, one more for each set of ranks with
         which this rank has compared a call.
@@ -238,13 +238,14 @@ class ComparedCalls(WorldState):
             if calls.n_compared == 0 or calls.has_raised:
                 continue
             if calls.mismatch:
-                raise RanksDifferError(calls.mismatch)
+                return RanksDifferError(calls.mismatch)
             has_any = store.read(_MISMATCHES_KEY) if has_any is None else has_any
             if has_any and (both := store.read(_mismatch_key(fingerprint))):
-                raise self._error(fingerprint, both, is_raised=False)
+                return self._error(fingerprint, both, is_raised=False)
+        return None
 
     def note_raised(self, error: RanksDifferError) -> None:
-        """Note that the program gets this error, which `check` raised."""
+        """Note that the program gets this error, which `find_mismatch` returned."""
         for calls in dict(self._by_fingerprint).values():
             calls.has_raised |= calls.mismatch == str(error)
 

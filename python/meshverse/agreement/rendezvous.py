@@ -140,7 +140,7 @@ class Rendezvous(WorldState):
         ranks: Sequence[int],
         timeout: timedelta | None,
         *,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], RuntimeError | None] | None = None,
         text: str | None = None,
         has_group: Callable[[str], bool | None] | None = None,
     ) -> Joined:
@@ -154,7 +154,8 @@ class Rendezvous(WorldState):
             label: description of the group that the members create, for messages.
             ranks: global ranks of the members, in the same order on all of them.
             timeout: longest time to wait; None for no limit.
-            check: function that is called about once a second; it raises if waiting is pointless.
+            check: function that is called about once a second. If waiting is pointless, it returns
+                the error that says why.
             text: string that this rank contributes. All members must pass one, or none.
             has_group: function that returns whether this rank has the group of a c10d name; None if
                 that has other options than are wanted. Then, and if no function is passed, the
@@ -165,7 +166,7 @@ class Rendezvous(WorldState):
             LeftoverError: a member uses a leftover that this rank has too.
             RuntimeError: the members are in a deadlock, some did not join in time, or one left. All
                 members that waited get the same message.
-            Whatever `check` raises; the other members get a RuntimeError that quotes it.
+            What `check` returns; the other members get a RuntimeError that quotes it.
         """
         store = world.run_keys
         assert store is not None
@@ -304,7 +305,7 @@ class _Attempt:
         self.joined_first = self.is_complete = self._is_noted = False
 
     def join_and_wait(
-        self, timeout: timedelta | None, check: Callable[[], None] | None
+        self, timeout: timedelta | None, check: Callable[[], RuntimeError | None] | None
     ) -> tuple[str, bool]:
         """Join, and wait for the other members.
 
@@ -331,7 +332,7 @@ class _Attempt:
                     self._store.remove(f"{self.key}/{self._rank}")
 
     def _join(
-        self, timeout: timedelta | None, check: Callable[[], None] | None
+        self, timeout: timedelta | None, check: Callable[[], RuntimeError | None] | None
     ) -> tuple[str, bool]:
         if self._text is not None:
             self._store.write(f"{self.key}/{self._rank}", self._text)
@@ -365,7 +366,9 @@ class _Attempt:
     def _outcome(self) -> str:
         return self._store.read(f"{self.key}/outcome")
 
-    def _wait(self, timeout: timedelta | None, check: Callable[[], None] | None) -> str:
+    def _wait(
+        self, timeout: timedelta | None, check: Callable[[], RuntimeError | None] | None
+    ) -> str:
         start, waited = time.monotonic(), 0.0
         next_check, next_look, look = _CHECK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOK_SECONDS
         has_warned = False
@@ -382,14 +385,12 @@ class _Attempt:
                 if check is not None and waited > next_check:
                     next_check = waited + _CHECK_SECONDS
                     self._store.pause()
-                    try:
-                        check()
-                    except RuntimeError as error:
+                    if (error := check()) is not None:
                         # If all have joined meanwhile, the others go on to create the group. So
                         # does this rank; its next wait or compared call raises.
                         outcome = self._decide(self._left(error))
                         if not outcome.startswith(_ALL_JOINED):
-                            raise
+                            raise error
                         return outcome
                 if waited > next_look:
                     look = min(2 * look, _LONGEST_LOOK_SECONDS)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 import threading
@@ -266,9 +267,9 @@ def _rendezvous(
     calls = world.state(ComparedCalls)
     label = f"the process group of axis {group.request.axis_name!r}"
 
-    def check() -> None:
-        group.check_wanted()  # a signal handler or another thread may have ended it
-        calls.check(store)
+    def check() -> RuntimeError | None:
+        # A signal handler or another thread may have ended it.
+        return group.error_if_ended() or calls.find_mismatch(store)
 
     rendezvous = world.state(Rendezvous)
     try:
@@ -281,19 +282,18 @@ def _rendezvous(
             check=check,
             has_group=has_group,
         ).attempt
-    except RanksDifferError as difference:
-        calls.note_raised(difference)
+    except RanksDifferError as error:
+        calls.note_raised(error)
         raise
     except RuntimeError as error:
         if not _is_plain(error):
             raise
-        try:
-            calls.check(store)  # if ranks disagree, that is why the others did not join
-        except RanksDifferError as difference:
+        difference = None
+        with contextlib.suppress(dist.DistError):  # the store failed; `error` says more
+            difference = calls.find_mismatch(store)
+        if difference is not None:  # that is why the others did not join
             calls.note_raised(difference)
-            raise
-        except dist.DistError:
-            pass  # the store failed; `error` says more
+            raise difference from None
         raise type(error)(_could_not_create(group.request, ranks, world, error)) from None
     finally:
         group.have_all_joined = rendezvous.was_complete(group.name)

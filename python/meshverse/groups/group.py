@@ -141,7 +141,8 @@ class Group:
         finally:
             if self._maker is maker:  # interrupted before it was settled
                 self._settle(None, maker)
-        self.check_wanted()
+        if (error := self.error_if_ended()) is not None:
+            raise error
         return True
 
     def _settle(self, handle: ProcessGroup | None, maker: tuple[int, object]) -> None:
@@ -352,10 +353,9 @@ class Group:
             )
         self.live_handle()
 
-    def check_wanted(self) -> None:
-        """Raise RuntimeError if the group was ended while it is being created."""
-        if self.state is State.ENDED:
-            raise RuntimeError(self._why_unusable())
+    def error_if_ended(self) -> RuntimeError | None:
+        """Return the error of a group that was ended while it is being created, or None."""
+        return RuntimeError(self._why_unusable()) if self.state is State.ENDED else None
 
     def in_words(self) -> str:
         """Return the group's axes and ranks, for messages. O(group size)."""
@@ -420,6 +420,8 @@ class GroupRef:
         name: c10d name of the group; None if this rank is in no group of the axis.
         created: whether this universe created the group, at the request or at the first use.
         requests: number of requests for the group, by axis name.
+        is_released: whether the call that created this reference failed before another one
+            requested the group. A thread that has it requests the group again.
     """
 
     request: GroupRequest
@@ -429,6 +431,7 @@ class GroupRef:
     name: str | None = None
     created: bool = False
     requests: dict[str, int] = field(default_factory=dict)
+    is_released: bool = False
 
     def notify(self) -> None:
         """Have the universe's meshes notice that the group became live, or is no longer live."""
@@ -436,9 +439,26 @@ class GroupRef:
         if owner is not None and self.name is not None:
             owner.meshes.renew_names(self.name)
 
-    def count_request(self, axis_name: str) -> None:
-        """Count a request for the group by an axis of this name."""
-        self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
+    def count_request(self, axis_name: str) -> bool:
+        """Count a request for the group by an axis of this name; return False if it is released."""
+        with state_lock.held:
+            if not self.is_released:
+                self.requests[axis_name] = self.requests.get(axis_name, 0) + 1
+            return not self.is_released
+
+    def withdraw_request(self, axis_name: str) -> None:
+        """Count one request less: the call that made it has failed."""
+        with state_lock.held:
+            if self.requests.get(axis_name, 0) > 1:
+                self.requests[axis_name] -= 1
+            else:
+                self.requests.pop(axis_name, None)
+
+    def release_unless_requested(self) -> bool:
+        """Return whether nothing has requested the group. From then on, nothing can."""
+        with state_lock.held:
+            self.is_released = not self.requests
+            return self.is_released
 
     @property
     def is_borrowed(self) -> bool:

@@ -236,8 +236,12 @@ class UniverseGroups:
             if ref.name not in self.process_groups:
                 return None
             names.append(ref.name)
+        counted: list[tuple[GroupRef, str]] = []
         for ref, axis_name in zip(refs, axis_names, strict=True):
-            ref.requests[axis_name] = ref.requests.get(axis_name, 0) + 1
+            if not ref.count_request(axis_name):
+                _withdraw(counted)
+                return None
+            counted.append((ref, axis_name))
         return names
 
     def find(self, name: str) -> GroupRef | None:
@@ -379,17 +383,13 @@ class UniverseGroups:
             are_default = all(request.options.key == default_key for request in requests)
             fingerprint = self.calls.compare(requests, call, layout, first, are_default=are_default)
         new: list[GroupRef] = []
-        refs = []
+        counted: list[tuple[GroupRef, str]] = []
         try:
-            for request in requests:
-                ref = self._get_or_make_one(request, new)
-                refs.append(ref)
-                if counts or not ref.requests:
-                    ref.count_request(request.axis_name)
+            refs = [self._request_one(one, new, counted, counts=counts) for one in requests]
             if self.ended is not None:  # meanwhile, by a signal handler or another thread
                 self.check_usable()
         except BaseException as error:
-            self._roll_back(new, refs, error, fingerprint)
+            self._roll_back(new, counted, error, fingerprint)
             raise
         if beyond_default_group and layout.size == self._rank_map.size:
             self.calls.take_number()
@@ -432,6 +432,25 @@ class UniverseGroups:
             if is_named and ref.request.way is Way.OTHER_UNIVERSE:
                 return self._builder.with_options(axis, axis_name, ref.request.options)
         return self._builder.inherited(axis, axis_name)
+
+    def _request_one(
+        self,
+        request: GroupRequest,
+        new: list[GroupRef],
+        counted: list[tuple[GroupRef, str]],
+        *,
+        counts: bool,
+    ) -> GroupRef:
+        while True:
+            ref = self._get_or_make_one(request, new)
+            if not counts and ref.requests:
+                return ref
+            counted.append((ref, request.axis_name))  # first: whatever interrupts this, it goes
+            if ref.count_request(request.axis_name):
+                return ref
+            # Another thread created it, in a call that has failed, and may still release it.
+            counted.pop()
+            self._by_axis.remove(request.axis, request.options.key, ref)
 
     def _get_or_make_one(self, request: GroupRequest, new: list[GroupRef]) -> GroupRef:
         axis, key = request.axis, request.options.key
@@ -522,13 +541,14 @@ class UniverseGroups:
     def _roll_back(
         self,
         new: list[GroupRef],
-        refs: list[GroupRef],
+        counted: list[tuple[GroupRef, str]],
         error: BaseException,
         fingerprint: str | None,
     ) -> None:
-        """Release the references that a failed call has added, the newest first."""
+        """Withdraw a failed call's requests; release the references that it added, newest first."""
+        _withdraw(counted)
         for ref in reversed(new):
-            if sum(ref.requests.values()) > refs.count(ref):
+            if not ref.release_unless_requested():
                 continue  # another thread has requested it meanwhile
             self._by_axis.remove(ref.request.axis, ref.request.options.key, ref)
             with contextlib.suppress(ValueError):  # not added yet
@@ -687,6 +707,11 @@ class UniverseGroups:
             options = self._world.default_options
             return f"Not shared with the default group, which has options {options.in_words()}"
         return "It is the first group of these ranks"
+
+
+def _withdraw(counted: Sequence[tuple[GroupRef, str]]) -> None:
+    for ref, axis_name in counted:
+        ref.withdraw_request(axis_name)
 
 
 def share_world_wide(share: bool) -> None:
