@@ -89,6 +89,31 @@ def test_the_same_call_again_raises_the_same_error(crew: Crew) -> None:
         assert again == first
 
 
+def _errors_of_lazy_groups() -> list[str]:
+    """The odd rank differs, and creates no group; two others use lazy groups that need it."""
+    mesh, rank = _mesh(lazy=True, timeout=timedelta(seconds=20)), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    said = []
+    if rank == _ODD_RANK:
+        store.wait([f"{other} is ahead" for other in range(4) if other != _ODD_RANK])
+        said = [_said(partial(mesh["dp", "tp"].flatten, "odd"))]
+    else:
+        mesh["dp", "tp"].flatten("all")
+        store.set(f"{rank} is ahead", "")
+    if rank in (0, 3):
+        with_the_odd_rank = "dp" if rank == 0 else "tp"
+        said = [_said(partial(mesh.get_group, with_the_odd_rank)) for _ in range(2)]
+    dist.barrier()
+    return said
+
+
+def test_each_use_of_a_lazy_group_raises_the_error(crew: Crew) -> None:
+    answers = crew.run(_errors_of_lazy_groups, 4)
+    assert [len(errors) for errors in answers] == [2, 0, 1, 2]
+    for errors in answers:
+        assert all(error.startswith(_NOW) for error in errors), errors
+
+
 def _error_after_others_cleaned_up() -> str:
     """One rank is late; the others get an error, and destroy what they had before."""
     before = _mesh()

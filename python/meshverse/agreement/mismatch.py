@@ -177,10 +177,8 @@ class ComparedCalls(WorldState):
         Raises:
             RanksDifferError: the ranks disagree, in this call or an earlier one.
         """
+        self.raise_known(fingerprint)
         calls = self._of(fingerprint)
-        if calls.mismatch:
-            calls.has_raised = True
-            raise RanksDifferError(calls.mismatch)
         if calls.why_stopped:
             self._log_stop(calls, warns)
             return
@@ -201,6 +199,13 @@ class ComparedCalls(WorldState):
                     break
             raise self._error(fingerprint, both)
         calls.n_compared += 1  # last: a rank that is interrupted compares the same call again
+
+    def raise_known(self, fingerprint: str) -> None:
+        """Raise RanksDifferError if this rank knows that these ranks disagree."""
+        calls = self._of(fingerprint)
+        if calls.mismatch:
+            calls.has_raised = True
+            raise RanksDifferError(calls.mismatch)
 
     def _remove_past(
         self,

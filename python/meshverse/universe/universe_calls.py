@@ -139,6 +139,11 @@ class UniverseCalls:
             self.compared[in_short] = fingerprint
         return fingerprint
 
+    def raise_known_mismatch(self) -> None:
+        """Raise RanksDifferError if ranks that compared a call of this universe disagree."""
+        for fingerprint in self.compared_fingerprints:
+            self._of_world.raise_known(fingerprint)
+
     def _describe(self, call: str, requests: Sequence[GroupRequest], rank: int) -> Description:
         from meshverse.program_line import program_line
 

@@ -561,6 +561,7 @@ class UniverseGroups:
         """Create the group of this c10d name now, if it is lazy and not created yet.
 
         Raises:
+            RanksDifferError: ranks of this universe are building different meshes.
             RuntimeError: the group cannot be created, is suspended, or has ended.
         """
         self.check_usable()
@@ -575,9 +576,13 @@ class UniverseGroups:
                 "mesh again; if you pass existing groups or meshes, pass ones that are not "
                 "destroyed."
             )
-        if group.make(lambda group: create_by_members(group, self._world)) and ref is not None:
+        if group.make(self._create_lazy) and ref is not None:
             ref.created = True
             self._log_creation(ref)
+
+    def _create_lazy(self, group: Group) -> ProcessGroup | None:
+        self.calls.raise_known_mismatch()  # the others may have raised, and never come
+        return create_by_members(group, self._world)
 
     def _of_axes(self, name: str) -> str:
         """Return the mesh axes that used an ended group, for messages; or its c10d name."""
