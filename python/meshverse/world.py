@@ -104,8 +104,7 @@ class World:
         self.rank = default_group.rank()
         self.size = default_group.size()
         self.thread_id = thread_id()
-        self.generation = _generations[self.thread_id]
-        _generations[self.thread_id] += 1
+        self.generation = 0  # until `current` counts it
         self._use(default_group)
 
     def _use(self, default_group: ProcessGroup) -> None:
@@ -166,9 +165,17 @@ class World:
             return None
         with state_lock.held:
             world = _worlds.get(default_group)
-            if world is not None:
-                return world
-            world = _worlds[default_group] = World(default_group)
+        if world is not None:
+            return world
+        started = World(default_group)  # not under the lock: it asks the group, which may be Python
+        with state_lock.held:
+            world = _worlds.setdefault(default_group, started)
+            if world is started:
+                world.generation = _generations[world.thread_id]
+                _generations[world.thread_id] += 1
+        if world is not started:  # another thread was first
+            started._finalizer.detach()
+            return world
         for call in _called_at_start:
             call()
         return world

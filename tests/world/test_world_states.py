@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch.distributed as dist
 
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
+from meshverse import world as world_module
 from meshverse.agreement import ComparedCalls
 from meshverse.groups.group import State
 from meshverse.groups.registry import GroupRegistry
@@ -70,3 +74,26 @@ def test_groups_that_were_lazy_are_planned_until_they_are_used() -> None:
         assert {group.state for group in registry} == {State.LIVE}
         mesh.universe.destroy()
         assert list(registry) == []
+
+
+def test_threads_that_see_a_world_first_get_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks the default group about itself, which is not done under the lock."""
+    usual, both_ask = world_module.can_be_reconfigured, threading.Barrier(2)
+
+    def ask(group: dist.ProcessGroup) -> bool:
+        both_ask.wait(20)
+        return usual(group)
+
+    with fake_world(4):
+        before = _current()
+        dist.destroy_process_group()
+        monkeypatch.setattr(world_module, "can_be_reconfigured", ask)
+        start_fake_world(4)
+        seen: list[World] = []
+        threads = [threading.Thread(target=lambda: seen.append(_current())) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [_current()] * 2
+        assert _current().generation == before.generation + 1
