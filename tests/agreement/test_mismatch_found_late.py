@@ -91,7 +91,7 @@ def test_the_same_call_again_raises_the_same_error(crew: Crew) -> None:
 
 def _errors_of_lazy_groups() -> list[str]:
     """The odd rank differs, and creates no group; two others use lazy groups that need it."""
-    mesh, rank = _mesh(lazy=True, timeout=timedelta(seconds=20)), dist.get_rank()
+    mesh, rank = _mesh(lazy=True, timeout=timedelta(seconds=60)), dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
     said = []
     if rank == _ODD_RANK:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from helpers.replaced import replace_everywhere
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse._torch_compat.backends import all_ranks_reason
+from meshverse._torch_compat.c10d_creation import create_c10d_group
 
 _AXES = ("dp", "tp")
 
@@ -90,3 +94,18 @@ def test_the_inherited_timeout_is_no_part_of_a_name(world) -> None:
     options = mesh.universe.world.default_options
     assert "timeout=1800s" in repr(options.key)
     assert "timeout" not in repr(options.key.without_timeout())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
+def test_an_error_of_torchs_own_class_gets_a_note_of_the_group(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    replace_everywhere(monkeypatch, create_c10d_group, fails)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
+    assert raised.value.__notes__ == [
+        "Rank 5 could not create the process group of axis 'dp' with ranks [1, 5]."
+    ]

@@ -81,7 +81,7 @@ def test_threads_that_see_a_world_first_get_the_same_one(monkeypatch: pytest.Mon
     usual, both_ask = world_module.can_be_reconfigured, threading.Barrier(2)
 
     def ask(group: dist.ProcessGroup) -> bool:
-        both_ask.wait(20)
+        both_ask.wait(30)
         return usual(group)
 
     with fake_world(4):

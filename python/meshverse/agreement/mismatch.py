@@ -177,8 +177,10 @@ class ComparedCalls(WorldState):
         Raises:
             RanksDifferError: the ranks disagree, in this call or an earlier one.
         """
-        self.raise_known(fingerprint)
         calls = self._of(fingerprint)
+        if calls.mismatch:
+            calls.has_raised = True
+            raise RanksDifferError(calls.mismatch)
         if calls.why_stopped:
             self._log_stop(calls, warns)
             return
@@ -199,13 +201,6 @@ class ComparedCalls(WorldState):
                     break
             raise self._error(fingerprint, both)
         calls.n_compared += 1  # last: a rank that is interrupted compares the same call again
-
-    def raise_known(self, fingerprint: str) -> None:
-        """Raise RanksDifferError if this rank knows that these ranks disagree."""
-        calls = self._of(fingerprint)
-        if calls.mismatch:
-            calls.has_raised = True
-            raise RanksDifferError(calls.mismatch)
 
     def _remove_past(
         self,
@@ -248,6 +243,14 @@ class ComparedCalls(WorldState):
             if has_any and (both := store.read(_mismatch_key(fingerprint))):
                 return self._error(fingerprint, both, is_raised=False)
         return None
+
+    def raise_known(self, fingerprints: Collection[str]) -> None:
+        """Raise RanksDifferError if this rank knows that one of these sets of ranks disagrees."""
+        for fingerprint in fingerprints:
+            calls = self._of(fingerprint)
+            if calls.mismatch:
+                calls.has_raised = True
+                raise RanksDifferError(calls.mismatch)
 
     def note_raised(self, error: RanksDifferError) -> None:
         """Note that the program gets this error, which `find_mismatch` returned."""

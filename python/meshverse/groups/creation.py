@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -213,9 +214,14 @@ def create_by_members(
         # must this rank, whatever a signal handler raises meanwhile.
         return _uninterrupted(create, partial(end_group, group.name, abort=True))
     except RuntimeError as error:
-        if find_c10d_group(group.name) is not None or not _is_plain(error):
-            raise  # mostly, a signal handler has raised it
-        message = _could_not_create(request, ranks, world, error)
+        if find_c10d_group(group.name) is not None:
+            raise  # a signal handler has raised it
+        message = _could_not_create(request, ranks, world)
+        if not _is_plain(error):
+            if sys.version_info >= (3, 11):
+                error.add_note(f"{message}.")
+            raise
+        message += f": {error}"
         if len(ranks) > 1 and is_of_other_ranks(error):
             message += (
                 "\nAnother of these ranks may have died or been interrupted, or may have destroyed "
@@ -234,12 +240,10 @@ def _is_plain(error: RuntimeError) -> bool:
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def _could_not_create(
-    request: GroupRequest, ranks: list[int], world: World, error: RuntimeError
-) -> str:
+def _could_not_create(request: GroupRequest, ranks: list[int], world: World) -> str:
     return (
         f"Rank {world.rank} could not create the process group of axis {request.axis_name!r} with "
-        f"ranks [{rank_list(ranks)}]: {error}"
+        f"ranks [{rank_list(ranks)}]"
     )
 
 
@@ -294,7 +298,8 @@ def _rendezvous(
         if difference is not None:  # that is why the others did not join
             calls.note_raised(difference)
             raise difference from None
-        raise type(error)(_could_not_create(group.request, ranks, world, error)) from None
+        message = _could_not_create(group.request, ranks, world)
+        raise type(error)(f"{message}: {error}") from None
     finally:
         group.have_all_joined = rendezvous.was_complete(group.name)
 

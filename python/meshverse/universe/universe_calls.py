@@ -141,8 +141,7 @@ class UniverseCalls:
 
     def raise_known_mismatch(self) -> None:
         """Raise RanksDifferError if ranks that compared a call of this universe disagree."""
-        for fingerprint in self.compared_fingerprints:
-            self._of_world.raise_known(fingerprint)
+        self._of_world.raise_known(list(self.compared_fingerprints))  # threads may add some
 
     def _describe(self, call: str, requests: Sequence[GroupRequest], rank: int) -> Description:
         from meshverse.program_line import program_line
@@ -208,7 +207,7 @@ class UniverseCalls:
 
     def give_up(self) -> None:
         """Compare no more calls of these ranks: the call that creates the universe has failed."""
-        for fingerprint in self.compared_fingerprints:
+        for fingerprint in list(self.compared_fingerprints):
             self._of_world.stop(
                 fingerprint, "one failed on this rank, and may have succeeded on others"
             )

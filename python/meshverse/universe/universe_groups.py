@@ -25,6 +25,7 @@ from meshverse.groups.creation import (
 from meshverse.groups.group import Group, GroupRef, State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import GroupRequest, RequestBuilder, Way
+from meshverse.locks import state_lock
 from meshverse.options.group_options import Defaults, Override
 from meshverse.wording import rank_list
 from meshverse.world import World
@@ -236,12 +237,11 @@ class UniverseGroups:
             if ref.name not in self.process_groups:
                 return None
             names.append(ref.name)
-        counted: list[tuple[GroupRef, str]] = []
-        for ref, axis_name in zip(refs, axis_names, strict=True):
-            if not ref.count_request(axis_name):
-                _withdraw(counted)
+        with state_lock.held:
+            if any(ref.is_released for ref in refs):
                 return None
-            counted.append((ref, axis_name))
+            for ref, axis_name in zip(refs, axis_names, strict=True):
+                ref.requests[axis_name] = ref.requests.get(axis_name, 0) + 1
         return names
 
     def find(self, name: str) -> GroupRef | None:
@@ -385,7 +385,7 @@ class UniverseGroups:
         new: list[GroupRef] = []
         counted: list[tuple[GroupRef, str]] = []
         try:
-            refs = [self._request_one(one, new, counted, counts=counts) for one in requests]
+            refs = [self._get_or_make_one(one, new, counted, counts=counts) for one in requests]
             if self.ended is not None:  # meanwhile, by a signal handler or another thread
                 self.check_usable()
         except BaseException as error:
@@ -433,7 +433,7 @@ class UniverseGroups:
                 return self._builder.with_options(axis, axis_name, ref.request.options)
         return self._builder.inherited(axis, axis_name)
 
-    def _request_one(
+    def _get_or_make_one(
         self,
         request: GroupRequest,
         new: list[GroupRef],
@@ -441,18 +441,6 @@ class UniverseGroups:
         *,
         counts: bool,
     ) -> GroupRef:
-        while True:
-            ref = self._get_or_make_one(request, new)
-            if not counts and ref.requests:
-                return ref
-            counted.append((ref, request.axis_name))  # first: whatever interrupts this, it goes
-            if ref.count_request(request.axis_name):
-                return ref
-            # Another thread created it, in a call that has failed, and may still release it.
-            counted.pop()
-            self._by_axis.remove(request.axis, request.options.key, ref)
-
-    def _get_or_make_one(self, request: GroupRequest, new: list[GroupRef]) -> GroupRef:
         axis, key = request.axis, request.options.key
         known: GroupRef | None = self._by_axis.get(axis, key)
         if known is not None and known.group is not None and known.state is State.DESTROYED:
@@ -466,9 +454,19 @@ class UniverseGroups:
             if self._by_axis.remove(axis, key, known):
                 self._release(known)
         self._keys[request.options.key.digest] = key
-        # Calls `_new_ref` in this thread, unless another thread does.
-        ref: GroupRef = self._by_axis.get_or_create(axis, key, partial(self._new_ref, request, new))
-        return ref
+        while True:
+            # Calls `_new_ref` in this thread, unless another thread does.
+            ref: GroupRef = self._by_axis.get_or_create(
+                axis, key, partial(self._new_ref, request, new)
+            )
+            if not counts and ref.requests:
+                return ref
+            counted.append((ref, request.axis_name))  # first, so that `_roll_back` withdraws it
+            if ref.count_request(request.axis_name):
+                return ref
+            # Another thread created it, in a call that has failed, and may still release it.
+            counted.pop()
+            self._by_axis.remove(axis, key, ref)
 
     def _new_ref(self, request: GroupRequest, new: list[GroupRef]) -> GroupRef:
         """Create a reference, and its group unless it exists already or is lazy."""
@@ -546,7 +544,8 @@ class UniverseGroups:
         fingerprint: str | None,
     ) -> None:
         """Withdraw a failed call's requests; release the references that it added, newest first."""
-        _withdraw(counted)
+        for ref, axis_name in counted:
+            ref.withdraw_request(axis_name)
         for ref in reversed(new):
             if not ref.release_unless_requested():
                 continue  # another thread has requested it meanwhile
@@ -712,11 +711,6 @@ class UniverseGroups:
             options = self._world.default_options
             return f"Not shared with the default group, which has options {options.in_words()}"
         return "It is the first group of these ranks"
-
-
-def _withdraw(counted: Sequence[tuple[GroupRef, str]]) -> None:
-    for ref, axis_name in counted:
-        ref.withdraw_request(axis_name)
 
 
 def share_world_wide(share: bool) -> None:
