@@ -806,6 +806,20 @@ def test_other_files_of_an_older_folder_are_kept(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["given", "saved"]
 
 
+@pytest.mark.parametrize("inside", [".", "runs"])
+def test_the_working_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    model = saved("llama", str(tmp_path / "given"))
+    (tmp_path / "given" / "runs").mkdir()
+    monkeypatch.chdir(tmp_path / "given" / inside)
+    with pytest.raises(ValueError, match="contains the working directory of this process"):
+        save_pretrained(model, tmp_path / "given")
+    (Path.cwd() / "log").write_text("still there")
+    save_pretrained(model, "new")
+    assert (tmp_path / "given" / inside / "new" / "config.json").exists()
+
+
 def test_a_log_that_is_open_in_an_older_folder_is_written_on(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     model = saved("llama", str(folder))

@@ -146,8 +146,8 @@ def save_pretrained(
         NotADirectoryError: `folder` is a file.
         OSError: a file cannot be written.
         TypeError: the model is not of transformers.
-        ValueError: ranks do not share the folder, a parameter is on the meta device, or
-            `max_shard_size` is no size.
+        ValueError: ranks do not share the folder; it contains a process's working directory; a
+            parameter is on the meta device; or `max_shard_size` is no size.
     """
     target = Path(os.path.realpath(folder))
     limit = together(lambda: _in_bytes(max_shard_size), group)
@@ -177,6 +177,13 @@ def _described(model: nn.Module, target: Path) -> tuple[Any, dict[str, Place]]:
     inner = pretrained_model(model, "save_pretrained")
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file. Give a folder's name.")
+    with contextlib.suppress(OSError):  # the working directory is gone
+        if Path.cwd().is_relative_to(target):
+            raise ValueError(
+                f"save_pretrained() replaces {target} by a new folder, but that contains the "
+                f"working directory of this process, {Path.cwd()}, which would be gone. Give "
+                "another folder, such as a new one in it."
+            )
     _reshard(model)
     found = _persistent(model, inner)
     on_meta = [place.name for place in found if place.tensor.is_meta]
