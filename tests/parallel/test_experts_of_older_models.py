@@ -79,6 +79,9 @@ class WithAllWeights(nn.Module):
         super().__init__()
         self.router, self.experts = nn.Linear(WIDTH, _EXPERTS), AllWeights()
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.experts(hidden, self.router(hidden))
+
 
 class Model(nn.Module):
     def __init__(self, block: type[nn.Module] = Sparse) -> None:

@@ -166,6 +166,9 @@ class Predictor(nn.Module):
         self.head = nn.Linear(32, 96, bias=False)
         self.head.weight = model.lm_head.weight
 
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(hidden))
+
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_layer_that_shares_with_the_root_is_refused(tp_size: int) -> None:

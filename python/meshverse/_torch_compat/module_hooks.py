@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.fsdp import _common_utils
+
+# Whether FSDP2 finds tensors in dataclasses of which torch.utils._pytree does not know. 2.11-2.15.
+FSDP2_SEES_DATACLASSES = hasattr(_common_utils, "collect_grad_tensors")
 
 
 def remove_forward_hooks(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshverse.parallel.config import CheckpointingMode, CheckpointingScope, checkpointing_parts
 
-from .modules import layer_lists
+from .modules import has_forward, layer_lists
 from .selective import selective_contexts
 
 # Patterns in names of modules for each part of a multimodal model; other modules are language.
@@ -70,15 +70,25 @@ def checkpointed_layers(model: nn.Module, scope: CheckpointingScope) -> list[nn.
     """Return the layers of a model in a checkpointing scope, each once.
 
     Raises:
-        ValueError: there are none, or one is checkpointed already.
+        ValueError: there are none, one has no forward, or one is checkpointed already.
     """
     parts = checkpointing_parts(scope)
-    by_part: dict[str, list[nn.Module]] = {}
+    by_part: dict[str, dict[str, nn.Module]] = {}
     for name, layer in chain.from_iterable(layer_lists(model)):
         part = next((part for part, words in _PARTS.items() if words.search(name)), "language")
-        by_part.setdefault(part, []).append(layer)
+        by_part.setdefault(part, {})[name] = layer
     chosen = by_part if "all" in parts else by_part.keys() & set(parts)
-    layers = list(chain.from_iterable(some for part, some in by_part.items() if part in chosen))
+    named = {
+        n: each for part, some in by_part.items() if part in chosen for n, each in some.items()
+    }
+    layers = list(named.values())
+    lacking = [name for name, layer in named.items() if not has_forward(layer)]
+    if lacking:
+        raise ValueError(
+            f"Activation checkpointing would do nothing for the layers {lacking[:4]} of "
+            f"{type(model).__name__}, which have no forward: the model calls their parts itself. "
+            "Give them a forward that calls their parts, or turn checkpointing off."
+        )
     if not layers:
         what = f"layers of {sorted(by_part)} only" if by_part else "no ModuleList of layers"
         raise ValueError(

@@ -92,6 +92,11 @@ def layer_lists(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str,
         yield from layer_lists(child, f"{prefix}{name}.")
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module has a forward, of its class or its own; a ModuleList has none."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def compile_layers(model: nn.Module, *, are_split: bool) -> None:
     """Compile the layers of a model in place, each by itself.
 

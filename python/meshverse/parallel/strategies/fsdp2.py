@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from meshverse import DeviceMesh
 from meshverse._torch_compat.module_hooks import has_gradient_hooks
@@ -50,12 +51,19 @@ from meshverse.parallel.meshes.submesh import (
     mesh_of_stage,
 )
 from meshverse.parallel.models.checkpointing import checkpointed_layers, prepare
-from meshverse.parallel.models.modules import compile_layers, layer_lists
+from meshverse.parallel.models.modules import compile_layers, has_forward, layer_lists
 from meshverse.parallel.models.packed_sequences import (
     patch_is_packed_sequence,
     restore_is_packed_sequence,
 )
+from meshverse.parallel.models.parameters import (
+    keeping_attributes,
+    second_holders,
+    why_weight_is_not_split,
+)
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
+
+from .layer_outputs import check_outputs
 
 _logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -153,49 +161,53 @@ def fsdp2_strategy_parallelize(
     experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size(), tp_mesh)
     if not experts:  # a stage without experts, of a model with experts
         moe_mesh = None
-    if tp_mesh.size() > 1:
-        apply_tensor_parallelism(
+    if reapply_trainability is None:  # or else it may freeze some
+        _check_one_dtype(model, experts)
+    with keeping_attributes(model):
+        if tp_mesh.size() > 1:
+            apply_tensor_parallelism(
+                model,
+                tp_mesh,
+                plan,
+                sequence_parallel=config.sequence_parallel,
+                split_logits=config.split_logits,
+                handed_out=experts,
+            )
+        if moe_mesh is not None:
+            apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh)
+        if config.patch_is_packed_sequence:  # behind what can be refused
+            patch_is_packed_sequence()
+        mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
+        prepare(model, mode, scope, reapply_trainability)
+        if moe_mesh is not None:
+            shard_experts(
+                model,
+                experts,
+                moe_mesh,
+                replicas=get_flat_mesh(device_mesh, dp_replicate_mesh_name).size(),
+                parts=fsdp_mesh.size(),
+                precision=precision,
+                offload=offload,
+                reshard_after_forward=config.reshard_after_forward is not False,
+            )
+        depths = (config.fsdp2_backward_prefetch_depth, config.fsdp2_forward_prefetch_depth)
+        apply_fsdp_sharding_recursively(
             model,
-            tp_mesh,
-            plan,
-            sequence_parallel=config.sequence_parallel,
-            split_logits=config.split_logits,
-            handed_out=experts,
+            fsdp_mesh,
+            # Outputs of layers have the parameters' dtype; only the root's have output_dtype.
+            replace(precision, output_dtype=precision.param_dtype),
+            offload,
+            reshard_after_forward=config.reshard_after_forward,
+            prefetch_depths=depths if config.enable_fsdp2_prefetch else None,
         )
-    if moe_mesh is not None:
-        apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh)
-    if config.patch_is_packed_sequence:  # behind what can be refused
-        patch_is_packed_sequence()
-    mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
-    prepare(model, mode, scope, reapply_trainability)
-    if moe_mesh is not None:
-        shard_experts(
+        fully_shard(
             model,
-            experts,
-            moe_mesh,
-            replicas=get_flat_mesh(device_mesh, dp_replicate_mesh_name).size(),
-            parts=fsdp_mesh.size(),
-            precision=precision,
-            offload=offload,
-            reshard_after_forward=config.reshard_after_forward is not False,
+            mesh=fsdp_mesh,
+            reshard_after_forward=False,  # backward needs the root's parameters first
+            mp_policy=precision,
+            offload_policy=cast("Any", offload),  # None is the default, though not in its type
         )
-    depths = (config.fsdp2_backward_prefetch_depth, config.fsdp2_forward_prefetch_depth)
-    apply_fsdp_sharding_recursively(
-        model,
-        fsdp_mesh,
-        # Outputs of layers have the parameters' dtype; only the root's outputs have output_dtype.
-        replace(precision, output_dtype=precision.param_dtype),
-        offload,
-        reshard_after_forward=config.reshard_after_forward,
-        prefetch_depths=depths if config.enable_fsdp2_prefetch else None,
-    )
-    fully_shard(
-        model,
-        mesh=fsdp_mesh,
-        reshard_after_forward=False,  # backward needs the root's parameters first
-        mp_policy=precision,
-        offload_policy=cast("Any", offload),  # None is the default, though not in its type
-    )
+    check_outputs(model, {"": model, **dict(chain.from_iterable(layer_lists(model)))})
     if config.enable_compile:
         compile_layers(model, are_split=tp_mesh.size() > 1)
     return model
@@ -360,7 +372,9 @@ def apply_fsdp_sharding_recursively(
             reshard = item is not items[-1]
             if reshard_after_forward is not None:
                 reshard = reshard_after_forward
-            fully_shard(cast("nn.Module", item), reshard_after_forward=reshard, **settings)
+            layer = cast("nn.Module", item)
+            with keeping_attributes(layer):
+                fully_shard(layer, reshard_after_forward=reshard, **settings)
         for index, item in enumerate(items):
             if following := items[index + 1 : index + 1 + forward]:
                 item.set_modules_to_forward_prefetch(following)
@@ -377,10 +391,13 @@ def _check_can_offload(policy: OffloadPolicy | None) -> None:
 
 
 def _check_has_layers_to_compile(model: nn.Module) -> None:
-    if not any(layer_lists(model)):
+    layers = list(chain.from_iterable(layer_lists(model)))
+    lacking = [name for name, layer in layers if not has_forward(layer)]
+    if lacking or not layers:
+        what = f"layers without a forward, {lacking[:4]}" if lacking else "no ModuleList of layers"
         raise ValueError(
-            f"enable_compile=True would do nothing: {type(model).__name__} has no ModuleList of "
-            "layers. Call the model's own compile() instead, and leave enable_compile out."
+            f"enable_compile=True would do nothing: {type(model).__name__} has {what}. Call the "
+            "model's own compile() instead, and leave enable_compile out."
         )
 
 
@@ -394,16 +411,18 @@ def _check_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 f"{type(model).__name__} is sharded already, at {name!r}. Parallelize a model only "
                 "once."
             )
+        if not has_forward(layer):
+            raise ValueError(
+                f"FSDP2 cannot shard the layer {name!r} of {type(model).__name__}: a "
+                f"{type(layer).__name__} has no forward, at which FSDP2 would gather it. Give it a "
+                "forward that calls its parts."
+            )
         if (first := names.setdefault(id(layer), name)) != name:
             raise ValueError(
                 f"The layers {first!r} and {name!r} of {type(model).__name__} are one module in "
                 "two lists, which FSDP2 would shard twice. Keep it in one list."
             )
     return layers
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def check_can_be_sharded(model: nn.Module) -> None:
@@ -414,14 +433,16 @@ def check_can_be_sharded(model: nn.Module) -> None:
     """
     if isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is sharded already. Parallelize it only once.")
-    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(model):
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not has_forward(model):
         raise ValueError(
             f"FSDP2 cannot shard a {type(model).__name__}, which has no forward. Give the module "
             "that calls its items."
         )
     layers = _check_layers(model)
     for name, parameter in model.named_parameters():
-        if parameter.layout != torch.strided:
+        if isinstance(parameter, UninitializedParameter):
+            what = "has no shape yet: call the model once, so that its lazy modules get theirs"
+        elif parameter.layout != torch.strided:
             what = f"has the layout {parameter.layout}: give it a dense one"
         elif parameter.ndim == 0:
             what = "is a scalar: give it the shape (1,)"
@@ -438,6 +459,16 @@ def check_can_be_sharded(model: nn.Module) -> None:
         else:
             continue
         raise ValueError(f"FSDP2 cannot shard {name!r}, which {what}.")
+    for name, module in model.named_modules():
+        if (why := why_weight_is_not_split(module)) is not None:
+            raise ValueError(
+                f"FSDP2 cannot shard the embedding {name!r}, which {why}. Leave the setting out."
+            )
+    for name, where in second_holders(model).items():
+        raise ValueError(
+            f"FSDP2 cannot shard {name!r}: {where}, and would not follow it. Share a parameter by "
+            "registering it under both names (b.weight = a.weight), or pass it in a forward."
+        )
     words = {id(layer): f"layer {name!r}" for name, layer in layers}
     owners: dict[int, dict[int, str]] = {}  # of each parameter: layers; the model counts as one
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -452,4 +483,34 @@ def check_can_be_sharded(model: nn.Module) -> None:
                 f"The parameter {name!r} is shared by {' and '.join(sharing.values())}, but FSDP2 "
                 "shards each layer separately. Give each its own parameter, use one layer twice, "
                 "or pass the output of one module to the other's forward."
+            )
+
+
+def _check_one_dtype(model: nn.Module, experts: Sequence[str]) -> None:
+    """Check that FSDP2 can reduce the gradients of each layer together.
+
+    Raises:
+        ValueError: a layer, or the rest of the model, has trainable parameters of several dtypes.
+    """
+    layers = {id(layer): name for name, layer in chain.from_iterable(layer_lists(model))}
+    apart = {id(model.get_submodule(name)) for name in experts}
+    found: dict[str, dict[torch.dtype, str]] = {}
+
+    def walk(module: nn.Module, prefix: str, layer: str) -> None:
+        layer = layers.get(id(module), layer)
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                found.setdefault(layer, {}).setdefault(parameter.dtype, prefix + name)
+        for name, child in module.named_children():
+            if id(child) not in apart:
+                walk(child, f"{prefix}{name}.", layer)
+
+    walk(model, "", "")
+    for layer, names in found.items():
+        if len(names) > 1:
+            where = f"layer {layer!r}" if layer else "rest, outside of its layers,"
+            raise ValueError(
+                f"FSDP2 cannot shard {type(model).__name__}: its {where} has trainable parameters "
+                f"of several dtypes, { ({str(kind): name for kind, name in names.items()}) }, and "
+                "their gradients are reduced together. Give them one dtype, or freeze some first."
             )

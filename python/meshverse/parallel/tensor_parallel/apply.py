@@ -39,6 +39,11 @@ from meshverse.parallel.models.modules import (
     nearest_name,
     parent_name,
 )
+from meshverse.parallel.models.parameters import (
+    keeping_attributes,
+    second_holders,
+    why_weight_is_not_split,
+)
 from meshverse.parallel.styles.local_styles import (
     CheckedStyle,
     LocalParameters,
@@ -150,6 +155,13 @@ def _apply(
                 "and values, or remove it from the plan."
             )
         _check(name, model.get_submodule(name), style, tp_mesh.size())
+    replaced = {id(each) for name in styles for each in model.get_submodule(name).parameters()}
+    for name, where in second_holders(model).items():
+        if id(model.get_parameter(name)) in replaced:
+            raise ValueError(
+                f"{name} cannot be split: {where}, and would not follow it. Share a parameter by "
+                "registering it under both names (b.weight = a.weight), or pass it in a forward."
+            )
     shared = _shared_parameters(model)
     for names in shared:
         placements = {name: _placement(model, name, styles) for name in names}
@@ -168,8 +180,9 @@ def _apply(
     _report(model, planned, untried, local_heads, is_guess=is_guess)
 
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
-    for name in own_names:
-        parallelize_module(model.get_submodule(name), tp_mesh, styles[name])
+    with keeping_attributes(model):
+        for name in own_names:
+            parallelize_module(model.get_submodule(name), tp_mesh, styles[name])
     for name in frozen:  # torch's SequenceParallel unfreezes them
         model.get_parameter(name).requires_grad_(False)
     for module, attribute, count in local_heads:
@@ -320,6 +333,11 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
                 f"{name}.{own_name} has hooks of its gradient, and would lose them: it becomes "
                 "another parameter. Register them after the model is split."
             )
+    if (why := why_weight_is_not_split(module)) is not None:
+        raise ValueError(
+            f"{name} cannot be split by {style}: it {why}. Leave the setting out, or remove the "
+            "embedding from the plan."
+        )
     if isinstance(style, CheckedStyle):
         style.check(name, module, size)
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
