@@ -129,7 +129,7 @@ class Rendezvous(WorldState):
         self.waits: dict[int, Waiting] = {}
         self._next_attempts: dict[str, int] = {}  # number of the next attempt, by name
         self._joined_first: dict[str, list[str]] = {}  # keys of attempts to remove, by name
-        self._complete: set[str] = set()  # names of rendezvous that all members have joined once
+        self._complete: dict[str, int] = {}  # last attempt that all members joined, by name
         self._is_main_thread_only = True  # no other thread has joined so far
 
     def join(
@@ -190,7 +190,7 @@ class Rendezvous(WorldState):
                 if attempt.joined_first:
                     self._joined_first.setdefault(name, []).append(attempt.key)
                 if attempt.is_complete:
-                    self._complete.add(name)
+                    self._complete[name] = number
                 self._next_attempts[name] = number + 1
             if outcome.startswith(_LEFTOVER):
                 leftover = outcome.split(" ")[1]
@@ -240,9 +240,12 @@ class Rendezvous(WorldState):
         """Forget, in a forked process, what threads of the parent wait for."""
         self.waits.clear()
 
-    def was_complete(self, name: str) -> bool:
-        """Return whether all members have joined an attempt. All members get the same answer."""
-        return name in self._complete
+    def complete_attempt(self, name: str) -> int | None:
+        """Return the number of the last attempt that all members joined, the same on all of them.
+
+        None if there is none.
+        """
+        return self._complete.get(name)
 
     def may_note(self) -> bool:
         """Return whether this rank may write a note that it waits; see `deadlock`.
@@ -261,7 +264,7 @@ class Rendezvous(WorldState):
         if name not in self._complete:
             return
         self._next_attempts.pop(name, None)
-        self._complete.discard(name)
+        self._complete.pop(name, None)
         for key in self._joined_first.pop(name, ()):
             store.remove(f"{key}/outcome")
             store.remove(f"{key}/joined")

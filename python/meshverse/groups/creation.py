@@ -192,7 +192,6 @@ def create_by_members(
     """
     request = group.request
     options, ranks = request.options, ranks or request.my_ranks()
-    attempt = _rendezvous(group, ranks, world, has_group)
     requested = (name for ref in group.refs.alive() for name in list(ref.requests))
     default_group, backend_options = world.default_group, options.new_backend_options()
     create = partial(
@@ -204,15 +203,27 @@ def create_by_members(
         backend_options=backend_options,
         timeout=options.timeout,
         name=group.name,
-        attempt=str(attempt or ""),  # attempt 0: no prefix, as without a rendezvous
         description=group_desc(list(dict.fromkeys((request.axis_name, *requested))), ranks),
     )
+    rendezvous, interruption = world.state(Rendezvous), None
+    before = rendezvous.complete_attempt(group.name)
     try:
-        if attempt is None or world.thread_id is not None:
-            return create()
-        # All members have joined, so c10d will not wait long, and the others will get the group: so
-        # must this rank, whatever a signal handler raises meanwhile.
-        return _uninterrupted(create, partial(end_group, group.name, abort=True))
+        attempt = _rendezvous(group, ranks, world, has_group)
+    except BaseException as error:
+        attempt = rendezvous.complete_attempt(group.name)
+        if attempt == before:
+            raise
+        interruption = error  # of a signal handler, when all members had joined
+    create = partial(create, attempt=str(attempt or ""))  # attempt 0: as without a rendezvous
+    try:
+        # Once all members have joined, c10d will not wait long, and the others will get the group:
+        # so must this rank, whatever a signal handler raises meanwhile.
+        if attempt is not None and world.thread_id is None:
+            return _uninterrupted(create, partial(end_group, group.name, abort=True), interruption)
+        made = create()
+        if interruption is not None:
+            raise interruption
+        return made
     except RuntimeError as error:
         if find_c10d_group(group.name) is not None:
             raise  # a signal handler has raised it
@@ -229,6 +240,8 @@ def create_by_members(
                 "created it."
             )
         raise type(error)(message) from error
+    finally:
+        interruption = None  # its traceback has this frame
 
 
 def _is_plain(error: RuntimeError) -> bool:
@@ -276,6 +289,7 @@ def _rendezvous(
         return group.error_if_ended() or calls.find_mismatch(store)
 
     rendezvous = world.state(Rendezvous)
+    before = rendezvous.complete_attempt(group.name)
     try:
         return rendezvous.join(
             world,
@@ -290,7 +304,7 @@ def _rendezvous(
         calls.note_raised(error)
         raise
     except RuntimeError as error:
-        if not _is_plain(error):
+        if not _is_plain(error) or rendezvous.complete_attempt(group.name) != before:
             raise
         difference = None
         with contextlib.suppress(dist.DistError):  # the store failed; `error` says more
@@ -301,11 +315,13 @@ def _rendezvous(
         message = _could_not_create(group.request, ranks, world)
         raise type(error)(f"{message}: {error}") from None
     finally:
-        group.have_all_joined = rendezvous.was_complete(group.name)
+        group.have_all_joined = rendezvous.complete_attempt(group.name) is not None
 
 
 def _uninterrupted(
-    create: Callable[[], ProcessGroup | None], undo: Callable[[], object]
+    create: Callable[[], ProcessGroup | None],
+    undo: Callable[[], object],
+    interruption: BaseException | None = None,
 ) -> ProcessGroup | None:
     """Create a group, whatever the signal handlers of this thread raise meanwhile.
 
@@ -317,9 +333,14 @@ def _uninterrupted(
     Args:
         create: function that creates the group.
         undo: function that ends it, if it is created after this call has raised.
+        interruption: what a handler has raised already.
     """
+    raised = [] if interruption is None else [interruption]
     if threading.current_thread() is not threading.main_thread():
-        return create()
+        made = create()
+        if raised:
+            raise raised[0]
+        return made
     begin, finish, is_over = Claim(), Claim(), list[bool]()
     # The other thread frees it. A handler that raises inside `Event.wait` can leave the event's own
     # lock taken, so that `set` waits for ever.
@@ -348,7 +369,6 @@ def _uninterrupted(
         running.release()
 
     process_id, has_started = os.getpid(), False
-    raised: list[BaseException] = []
     while True:
         try:
             if not has_started:  # again, if `start` was interrupted; one thread creates the group
