@@ -224,10 +224,10 @@ class World:
     def _why_over(self) -> str:
         if self.is_of_parent:
             return (
-                f"This mesh was created in process {self._process_id}, of which this one "
-                f"({os.getpid()}) is a fork: process groups do not survive a fork. A fork can "
-                "hold, slice and compare the mesh. Use its groups in the process that created it, "
-                "or start this process by spawn or forkserver and create the mesh here."
+                f"This process ({os.getpid()}) is a fork of process {self._process_id}, which "
+                "created meshes: process groups do not survive a fork. A fork can hold, slice and "
+                "compare those meshes. Use groups in the process that created them, or start this "
+                "process by spawn or forkserver and create a mesh here."
             )
         current = current_default_group()
         if current is not None and current is self._default_group():
