@@ -6,7 +6,7 @@ import pytest
 
 from helpers.worlds import fake_world
 from meshverse import Universe, init_device_mesh
-from meshverse.universe.chosen_groups import in_one_order
+from meshverse.universe.groups_in_order import in_one_order
 
 
 def _order_on(rank: int, *, is_part_first: bool, tag: str) -> list[tuple[list[int], str]]:

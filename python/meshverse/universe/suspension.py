@@ -10,7 +10,7 @@ from meshverse._torch_compat.c10d_groups import resolve_group
 from meshverse._torch_compat.c10d_suspension import memory_stats as backend_memory_stats
 from meshverse.groups.group import Group, State
 
-from .chosen_groups import Chosen, in_one_order
+from .groups_in_order import Chosen, in_one_order
 from .universe_groups import UniverseGroups
 
 _log = logging.getLogger(__name__)

@@ -286,7 +286,7 @@ class Universe:
             >>> universe = meshverse.Universe(8)  # doctest: +SKIP
             >>> pair = universe.group([0, 4], timeout=timedelta(minutes=2))  # doctest: +SKIP
         """
-        from .plain_groups import group_of
+        from .groups_of_ranks import group_of
 
         return group_of(
             self,
@@ -332,7 +332,7 @@ class Universe:
         Example:
             >>> tp_group = universe.groups_of([[0, 1], [2, 3]], name="tp")  # doctest: +SKIP
         """
-        from .plain_groups import group_containing_rank
+        from .groups_of_ranks import group_containing_rank
 
         return group_containing_rank(
             self,

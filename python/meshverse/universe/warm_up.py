@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshverse._torch_compat.backends import by_device
 
-from .chosen_groups import in_one_order
+from .groups_in_order import in_one_order
 from .universe_groups import UniverseGroups
 
 _log = logging.getLogger(__name__)
