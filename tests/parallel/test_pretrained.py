@@ -921,6 +921,17 @@ def test_weights_in_another_dtype_are_cast(tmp_path: Path) -> None:
         assert torch.equal(value, model.get_parameter(name).to(torch.bfloat16)), name
 
 
+def test_parameters_without_memory_keep_their_attributes(tmp_path: Path) -> None:
+    saved("llama", str(tmp_path))
+    model = on_meta(str(tmp_path), torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.own_name = name
+    load_pretrained(model, tmp_path)
+    for name, parameter in model.named_parameters():
+        assert not parameter.is_meta
+        assert parameter.own_name == name
+
+
 def test_weights_are_loaded_in_place_of_others(tmp_path: Path) -> None:
     model = saved("llama", str(tmp_path), tied=True)
     other = AutoModelForCausalLM.from_config(model.config)

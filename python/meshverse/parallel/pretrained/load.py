@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from meshverse.parallel.collectives.steps import check_is_same, gathered, together
 from meshverse.parallel.models.modules import child_name, stage_of
+from meshverse.parallel.models.parameters import keeping_attributes
 
 from .adapters import adapter_of, adapter_places, first_values
 from .deferred import Deferred, Known, Source, source_of
@@ -466,8 +467,9 @@ def _materialize(model: nn.Module, reads: _Reads, device: torch.device | str | N
             state[place.name] = made[id(old)]
         else:
             setattr(place.module, place.own_name, made[id(old)])
-    # Unlike setting attributes, this tells FSDP2, which also shards what it has gathered.
-    model.load_state_dict(state, strict=False, assign=True)
+    with keeping_attributes(model):
+        # Unlike setting attributes, this tells FSDP2, which also shards what it has gathered.
+        model.load_state_dict(state, strict=False, assign=True)
     if left := [place.name for place, _ in reads if place.tensor.is_meta]:
         raise RuntimeError(
             f"load_state_dict() of {type(model).__name__} has not taken {in_words(left)}, which "
