@@ -101,10 +101,11 @@ def apply_tp_plan(
 
     Args:
         model: model whose parameters are not distributed yet; those that the plan names become
-            DTensors.
+            DTensors. Give it the same values on all ranks, by the same seed or a checkpoint: that
+            is not checked.
         tp_mesh: 1-D mesh.
-        plan: parallel styles by module name. A wildcard stands for one component of a name. If
-            several entries match a module, the last one is used.
+        plan: parallel styles by module name, the same on all ranks. A wildcard stands for one
+            component of a name. If several entries match a module, the last one is used.
         strict: whether an entry that matches no module is an error; if not, it is ignored with a
             warning.
 
