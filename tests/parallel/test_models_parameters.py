@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from helpers.crew import Crew
 from helpers.worlds import fake_world
 from meshverse.parallel import (
     FSDP2Config,
     FSDP2Manager,
+    LocalParameters,
     ParallelismSizes,
     apply_activation_checkpointing,
     apply_tp_plan,
@@ -84,6 +85,17 @@ def test_a_tensor_parallel_plan_keeps_attributes() -> None:
         apply_tp_plan(model, mesh["tp"], {"head": _GATHERED})
     assert isinstance(model.head.weight, DTensor)
     assert model.head.weight.no_weight_decay
+
+
+def test_a_style_of_its_own_keeps_attributes() -> None:
+    model = _Model()
+    model.scale = nn.Parameter(torch.ones(4))
+    model.scale.no_weight_decay = True
+    with fake_world(2):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(tp_size=2))
+        parallelize_module(model, mesh["tp"], LocalParameters({"scale": Shard(0)}))
+    assert isinstance(model.scale, DTensor)
+    assert model.scale.no_weight_decay
 
 
 # --- memory that is held twice --------------------------------------------------------------------

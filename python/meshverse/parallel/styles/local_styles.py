@@ -36,6 +36,8 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils._pytree import tree_map_only
 
+from meshverse.parallel.models.parameters import keeping_attributes
+
 
 def split_parameters(
     module: nn.Module,
@@ -51,13 +53,14 @@ def split_parameters(
         mesh: 1-D mesh.
         src_data_rank: rank of the mesh whose values all ranks get; None for each rank's own values.
     """
-    for name, placement in placements.items():
-        owner, _, own_name = name.rpartition(".")
-        parameter = module.get_parameter(name)
-        split = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
-        module.get_submodule(owner).register_parameter(
-            own_name, nn.Parameter(split, requires_grad=parameter.requires_grad)
-        )
+    with keeping_attributes(module):
+        for name, placement in placements.items():
+            owner, _, own_name = name.rpartition(".")
+            parameter = module.get_parameter(name)
+            split = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
+            module.get_submodule(owner).register_parameter(
+                own_name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+            )
 
 
 @contextlib.contextmanager
