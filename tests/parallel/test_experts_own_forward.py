@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from own_experts import (
     Counts,
     Dropout,
     KeepsLast,
+    MixesExperts,
     Own,
     make,
 )
@@ -160,6 +163,45 @@ def test_what_ranks_do_alike_is_no_obstacle(kind: type[nn.Module], style: str) -
         mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         apply_tp_plan(model, mesh, {"*.experts": STYLES[style]()})
     assert all(isinstance(each, DTensor) for each in model.get_submodule("0.experts").parameters())
+
+
+class CountsCalls(Own):
+    """Counts its calls in containers, and changes torch's random states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.by_name = [0], {"calls": [0]}
+        self.kept = (torch.ones(1, requires_grad=True) * 2, {0})  # no leaf, as after a forward
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        self.calls[0] += 1
+        self.by_name["calls"].append(len(self.by_name))
+        self.kept[1].add(self.calls[0])
+        torch.rand(1)
+        return super().forward(hidden, expert_ids, weights)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_trial_leaves_what_a_forward_changes(style: str) -> None:
+    model, mixes = make(CountsCalls), make(MixesExperts)
+    model.register_module("2", mixes.get_submodule("0"))  # is refused, after the others were tried
+    state = torch.get_rng_state()
+    with fake_world(2):
+        mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        refused = pytest.raises(ValueError, match=r"MixesExperts|draws random numbers")
+        with nullcontext() if style == "features" else refused:
+            apply_tp_plan(model, mesh, {"*.experts": STYLES[style]()})
+    for each in ("0.experts", "1.experts"):
+        experts: Any = model.get_submodule(each)
+        assert (experts.calls, experts.by_name, experts.kept[1]) == ([0], {"calls": [0]}, {0})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_experts_that_a_trial_cannot_copy_are_refused() -> None:
+    model = make(Own)
+    model.get_submodule("1.experts").lock = threading.Lock()
+    with fake_world(2):
+        assert "a trial cannot copy the attributes of Own" in refusal(model, "dispatch")
 
 
 def test_dropout_in_whole_experts_is_refused_if_ranks_share_tokens() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -378,6 +380,58 @@ def test_models_that_cannot_be_split_are_refused_and_left_alone(
     assert dict(model.named_parameters()) == before
     assert list(model.modules()) == modules
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Counting(nn.Module):
+    """A module around another one that counts its calls in buffers and containers, and draws."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls, self.kept = inner, [0], {"last": torch.ones(1)}
+        self.norm = nn.BatchNorm1d(1, affine=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, given: Tensor) -> Tensor:
+        self.calls[0] += 1
+        self.seen += 1
+        self.norm(torch.rand(2, 1))
+        output: Tensor = self.inner(given)
+        self.kept["last"] = output
+        return output
+
+
+def counts() -> nn.Module:
+    model = make()
+    model.model.embed_tokens = Counting(model.model.embed_tokens)
+    model.model.norm, model.lm_head = Counting(model.model.norm), Counting(model.lm_head)
+    model.lm_head(model.model.norm(torch.ones(1, model.config.hidden_size)))
+    return model
+
+
+def counts_and_is_refused() -> nn.Module:
+    model = counts()
+    model.model.layers[3] = model.model.layers[0]
+    return model
+
+
+@pytest.mark.parametrize("make_one", [counts, counts_and_is_refused])
+def test_a_trial_leaves_what_a_forward_changes(make_one: Callable[[], nn.Module]) -> None:
+    model, state = make_one(), torch.get_rng_state()
+    counting = [each for each in model.modules() if isinstance(each, Counting)]
+    before = [([*each.calls], {**each.kept}) for each in counting]
+    with nullcontext() if make_one is counts else pytest.raises(ValueError, match="one parameter"):
+        split_into_stages(model, 2, 0)
+    assert [(each.calls, each.kept) for each in counting] == before
+    for each in counting:
+        assert int(each.norm.num_batches_tracked) == int(each.seen) == each.calls[0]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_a_trial_cannot_copy_is_refused() -> None:
+    model = make()
+    model.model.lock = threading.Lock()
+    with pytest.raises(ValueError, match="a trial cannot copy the attributes of LlamaModel"):
+        split_into_stages(model, 2, 0)
 
 
 @pytest.mark.parametrize("inside", [False, True])

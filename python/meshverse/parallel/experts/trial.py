@@ -5,16 +5,16 @@ them, which dim has the inner features, where the gates are, or what an expert a
 the forward is run: on random weights as a whole, and on the parts of all ranks, whose outputs must
 sum to the same, and so must the gradients of the inputs. Nothing else may get gradients, as each
 rank would have a part of them. It runs in training mode without dropout.
-Nothing of the module is changed, and torch's random states are as before.
+Nothing of the module is changed, and torch's random states are as before. What a forward changes
+elsewhere, such as a list in a global variable, stays changed.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from inspect import Parameter, signature
 from itertools import combinations, permutations
 from math import ceil, isfinite
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from meshverse.parallel.models.dropout import WithoutDropout
 from meshverse.parallel.models.leaves import in_words, other_leaves
 from meshverse.parallel.models.modules import child_name
+from meshverse.parallel.models.trials import same_random_state, trial_copy
 
 from .stacked import DOWN, StackedExperts
 
@@ -46,6 +47,7 @@ _Gate = Callable[[Tensor], Tensor]
 _Values = dict[str, int]
 _Tensors = dict[str, Tensor]  # by name
 _Case = TypeVar("_Case")
+_Ask = Callable[[str, nn.Module, StackedExperts, int], _Case]
 
 # Inputs of a forward: only rows, equally many for each expert; hidden states and each token's
 # weights for all experts; or hidden states, each token's experts, and their weights.
@@ -196,7 +198,7 @@ class _Probe:
         """Whether the forward, with its dropout, changes torch's random states."""
         kind = self.device.type
         sources: list[Any] = [torch] if kind == "cpu" else [torch, torch.get_device_module(kind)]
-        with torch.random.fork_rng(sources[1:] and [self.device], device_type=kind):
+        with same_random_state(self.device):
             before = [each.get_rng_state() for each in sources]
             self.run(self.hidden, self.ids, self.router, with_dropout=True)
             after = [each.get_rng_state() for each in sources]
@@ -208,8 +210,8 @@ class _Probe:
 
     def whole(self) -> Tensor:
         """Return the output for all tokens with all weights, after checking that it has values."""
-        self.initial = self._kept_by(self._twin({}))
         output = self.run(self.hidden, self.ids, self.router)
+        self.initial = self._kept_by(self._twin({}))
         self.kept = self.kept_last()
         if not output.any(-1).all() or not isfinite(output.float().norm().item()):
             raise _Problem("gives zeros, infinite values or nan for random tokens")
@@ -274,22 +276,17 @@ class _Probe:
         return [each.float() for each in found]
 
     def _twin(self, attributes: Mapping[str, Any]) -> nn.Module:
-        """Return a copy of the module that shares nothing which its forward may change."""
-        twin = copy.copy(self.module)
-        state = vars(twin)
-        state["_parameters"] = {
-            name: each for name, each in self.module._parameters.items() if each is None
-        }
-        state["_buffers"] = {
-            name: None if each is None else self._buffer(name, each)
-            for name, each in self.module._buffers.items()
-        }
-        state["_modules"] = {
-            name: None if each is None else copy.deepcopy(each).to(self.device).train()
-            for name, each in self.module._modules.items()
-        }
-        state |= {name: each.clone() for name, each in state.items() if isinstance(each, Tensor)}
-        state |= {"training": True, **attributes}
+        """Return a copy of the module, with some attributes instead of its parameters."""
+        twin = trial_copy(self.module).train()
+        for name, each in [*twin._parameters.items()]:
+            if each is not None:
+                del twin._parameters[name]
+        for name, buffer in twin._buffers.items():
+            if buffer is not None:
+                twin._buffers[name] = self._buffer(name, buffer)
+        for child in twin.children():
+            child.to(self.device)
+        vars(twin).update(attributes)
         return twin
 
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
@@ -335,7 +332,18 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-@torch.enable_grad()
+def _undisturbed(ask: _Ask[_Case]) -> _Ask[_Case]:
+    """Let a function ask with gradients, and leave torch's random states as they are."""
+
+    @wraps(ask)
+    def undisturbed(name: str, module: nn.Module, experts: StackedExperts, size: int) -> _Case:
+        with torch.enable_grad(), same_random_state(_device_of(module)):
+            return ask(name, module, experts, size)
+
+    return undisturbed
+
+
+@_undisturbed
 def ask_for_experts(
     name: str, module: nn.Module, experts: StackedExperts, size: int
 ) -> PartOfExperts:
@@ -396,7 +404,7 @@ def with_second(
     return torch.stack([ids, second], 1), torch.stack([weights, torch.zeros_like(weights)], 1)
 
 
-@torch.enable_grad()
+@_undisturbed
 def ask_for_features(
     name: str, module: nn.Module, experts: StackedExperts, size: int
 ) -> PartOfFeatures:
@@ -452,11 +460,7 @@ def _form_of(module: nn.Module) -> Form:
 
 def _probe(name: str, module: nn.Module, experts: StackedExperts, own: int, step: int) -> _Probe:
     """Return a probe with the number of hidden features and the dtype that the forward takes."""
-    first = module.get_parameter(DOWN)
-    device = first.device
-    if first.is_meta:
-        # A torch that was built for CUDA has no GPU everywhere.
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    first, device = module.get_parameter(DOWN), _device_of(module)
     _, outputs, inputs = module.get_parameter(experts.columns[-1]).shape
     widths = [each for each in (inputs, outputs) if each in first.shape[1:]]
     problem: Exception = _Problem(f"has weights of the shapes {outputs, inputs} and {first.shape}")
@@ -477,6 +481,15 @@ def _probe(name: str, module: nn.Module, experts: StackedExperts, own: int, step
         "their new values. Change it, or use ep_size=1 and a plan without this module. "
         f"{_TRANSFORMERS}"
     ) from problem
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Return the device of a trial."""
+    first = module.get_parameter(DOWN)
+    if not first.is_meta:
+        return first.device
+    # A torch that was built for CUDA has no GPU everywhere.
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _is_sum_of_experts(probe: _Probe, whole: Tensor, part: PartOfExperts) -> bool:

@@ -1,11 +1,15 @@
-"""Order in which a transformers model runs its layers, found by a run with stand-ins for them."""
+"""Order in which a transformers model runs its layers, found by a run with stand-ins for them.
+
+Copies of the model run: nothing of it is changed, and torch's random states are as before. What a
+forward changes elsewhere, such as a list in a global variable, stays changed.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshverse._torch_compat.module_hooks import has_hooks, is_compiled
 from meshverse.parallel.models.dropout import WithoutDropout
 from meshverse.parallel.models.modules import AbsentModule, shallow_copy
+from meshverse.parallel.models.trials import same_random_state, trial_copy
 
 from .token_reads import TokenReads
 
@@ -177,7 +182,6 @@ class _Trial:
         if self._device.type == "meta":  # models read values of masks, and meta tensors have none
             self._device = torch.device("cpu")
             self._inner = _without_memory(self._inner)
-        self._inner._modules[layers] = nn.ModuleList(self.probes)
         self._tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
         self._reads = TokenReads(self._tokens)
 
@@ -235,8 +239,8 @@ class _Trial:
             model: whose inner module was tried; it is not changed.
             name: name of the inner module in it.
         """
-        outer, inner = shallow_copy(model), shallow_copy(self._inner)
-        outer._modules[name] = inner
+        outer = shallow_copy(model)
+        outer._modules[name] = self._inner
         device = next(model.parameters()).device  # may be the meta device: a head is large
         whole = self._whole
         whole.last_hidden_state = _distinct_like(self.output).to(device)
@@ -246,8 +250,8 @@ class _Trial:
             ("inputs_embeds", hidden.to(device), hidden),
         ):
             calls: list[Any] = []
-            inner.forward = partial(_record_call, calls, whole)
-            reason, output = self._run_outer(outer, {key: given})
+            instead = partial(_record_call, calls, whole)
+            reason, output = self._run_outer(outer, name, instead, {key: given})
             if reason := reason or self._run_as_called(calls, given, own):
                 return f"its own forward {reason}"
             outputs.append(output)
@@ -255,11 +259,22 @@ class _Trial:
             return "its own forward does something else if it gets hidden states, not tokens"
         return ""
 
-    def _run_outer(self, outer: nn.Module, given: dict[str, Tensor]) -> tuple[str, Any]:
-        """Return why a model's own forward cannot be in a stage, in words or "", and its output."""
+    def _run_outer(
+        self, outer: nn.Module, name: str, instead: Callable[..., Any], given: dict[str, Tensor]
+    ) -> tuple[str, Any]:
+        """Return why a model's own forward cannot be in a stage, in words or "", and its output.
+
+        Args:
+            outer: the model.
+            name: name of the inner module in it.
+            instead: function that is called as the inner module's forward.
+            given: arguments of the model's forward.
+        """
         with self._undisturbed(), torch.no_grad(), TokenReads(self._tokens) as reads:
             try:
-                output: Any = type(outer).forward(outer, **given, use_cache=False)
+                copied = trial_copy(outer)
+                self._with_probes(copied.get_submodule(name)).forward = instead
+                output: Any = type(outer).forward(copied, **given, use_cache=False)
             except _FROM_MODELS as error:
                 failure = f"fails on {next(iter(given))} alone ({type(error).__name__}: {error})"
                 return reads.said() or failure, None
@@ -304,27 +319,23 @@ class _Trial:
         again.events = []
         again.probes = [probe.again(again.events) for probe in self.probes]
         again._inner = shallow_copy(self._inner)
-        again._inner._modules[self._layers] = nn.ModuleList(again.probes)
         again._inner._modules.update({name: IdleModule() for name in idle})
         return again
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Run without dropout, and keep the random state of training."""
-        kind = self._device.type
-        devices, kind = ([], "cuda") if kind == "cpu" else ([self._device], kind)
-        with torch.random.fork_rng(devices, device_type=kind), WithoutDropout():
+        with same_random_state(self._device), WithoutDropout():
             yield
 
     def _run(self, *arguments: Any, **keywords: Any) -> str:
         """Run the model; return the error that it raises, in words, or ""."""
-        with ExitStack() as context:
-            context.enter_context(self._undisturbed())
-            for name, module in self._children():
-                hook = module.register_forward_hook(partial(_record, self.events, name))
-                context.callback(hook.remove)
+        with self._undisturbed():
             try:
-                output: Any = self._inner(*arguments, **{"use_cache": False, **keywords})
+                inner = self._with_probes(trial_copy(self._inner))
+                for name, module in self._children(inner):
+                    module.register_forward_hook(partial(_record, self.events, name))
+                output: Any = inner(*arguments, **{"use_cache": False, **keywords})
             except _FROM_MODELS as error:
                 return f"{type(error).__name__}: {error}"
         self._whole, self.output = output, getattr(output, "last_hidden_state", None)
@@ -332,15 +343,19 @@ class _Trial:
             return f"{type(self._inner).__name__} returns no last_hidden_state"
         return ""
 
+    def _with_probes(self, inner: nn.Module) -> nn.Module:
+        inner._modules[self._layers] = nn.ModuleList(self.probes)
+        return inner
+
     def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the children with parameters that run before the layers, and after them."""
         first = self.events.index(_LAYER)
         after = [each for each in self.events[first:] if each != _LAYER]
         return tuple(dict.fromkeys(self.events[:first])), tuple(dict.fromkeys(after))
 
-    def _children(self) -> Iterator[tuple[str, nn.Module]]:
+    def _children(self, inner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules outside the layers that have parameters, with the child they are in."""
-        for name, module in self._inner.named_modules():
+        for name, module in inner.named_modules():
             child = name.partition(".")[0]
             has_parameters = any(True for _ in module.parameters(recurse=False))
             if child not in ("", self._layers) and has_parameters:
@@ -366,7 +381,7 @@ class _Trial:
         last = len(self.events) - self.events[::-1].index(_LAYER)
         between = set(after) - set(self.events[last:])
         children = {name for name, _ in self._inner.named_parameters(recurse=False)}
-        children |= {name for name, _ in self._children()}
+        children |= {name for name, _ in self._children(self._inner)}
         unplaced = sorted(between | set(before) & set(after) | children - {*before, *after})
         if unplaced:
             yield (

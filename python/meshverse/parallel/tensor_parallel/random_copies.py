@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshverse._torch_compat.module_hooks import remove_forward_hooks
 from meshverse.parallel.models.dropout import WithoutDropout
+from meshverse.parallel.models.trials import same_random_state
 
 LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
 
@@ -114,5 +115,4 @@ class RandomCopies:
 
     def same_random_state(self) -> contextlib.AbstractContextManager[None]:
         """Set torch's random state back on leaving: the next run draws the same numbers."""
-        kind = self.device.type
-        return torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind)
+        return same_random_state(self.device)

@@ -9,6 +9,7 @@ get gradients: of one that is registered elsewhere, a rank may have a part that 
 
 Modules run in training mode, but without dropout, which draws other numbers for fewer features.
 No process communicates, nothing of the model is changed, and torch's random state is as before.
+What a forward changes elsewhere, such as a list in a global variable, stays changed.
 Large weights are views of a few megabytes of random numbers, so that a trial needs memory for one
 layer's weight at a time; of modules that compute the same, one is tried.
 """
