@@ -256,6 +256,39 @@ class KeepsLast(Own):
         return super().forward(hidden, expert_ids, weights)
 
 
+class CountsInList(Own):
+    """Counts the tokens of each expert, in numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load = [0] * EXPERTS
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        for number in expert_ids.flatten().tolist():
+            self.load[number] += 1
+        return super().forward(hidden, expert_ids, weights)
+
+
+class CountsTokens(Own):
+    tokens = 0
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        self.tokens += len(hidden)
+        return super().forward(hidden, expert_ids, weights)
+
+
+class KeepsLosses(Own):
+    """Keeps a loss of each call, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = list[Tensor]()
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        self.losses.append(weights.square().mean())
+        return super().forward(hidden, expert_ids, weights)
+
+
 class Elsewhere(Own):
     """Scales by a parameter that is registered elsewhere, if anywhere."""
 
@@ -281,6 +314,9 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (GradientByExperts, "gives other gradients"),
         (Counts, "changes its ['load']"),
         (KeepsLast, "changes its ['last']"),
+        (CountsInList, "changes its ['load']"),
+        (CountsTokens, "changes its ['tokens']"),
+        (KeepsLosses, "changes its ['losses']"),
         (OtherArguments, "must take hidden states"),
         (Elsewhere, "uses a tensor of shape (1,) and torch.float32, which requires a gradient"),
     )

@@ -149,22 +149,6 @@ class MoreDropout(Dropout):
     p = 0.5
 
 
-@pytest.mark.parametrize(
-    ("kind", "style"),
-    [
-        *((MoreDropout, style) for style in ("dispatch", "features")),
-        *((Dropout, style) for style in STYLES),
-        *((Counts, "features"), (KeepsLast, "features")),
-    ],
-)
-def test_what_ranks_do_alike_is_no_obstacle(kind: type[nn.Module], style: str) -> None:
-    model = make(kind)
-    with fake_world(2):
-        mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        apply_tp_plan(model, mesh, {"*.experts": STYLES[style]()})
-    assert all(isinstance(each, DTensor) for each in model.get_submodule("0.experts").parameters())
-
-
 class CountsCalls(Own):
     """Counts its calls in containers, and changes torch's random states."""
 
@@ -179,6 +163,26 @@ class CountsCalls(Own):
         self.kept[1].add(self.calls[0])
         torch.rand(1)
         return super().forward(hidden, expert_ids, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "style"),
+    [
+        *(
+            (kind, style)
+            for kind in (MoreDropout, CountsCalls)
+            for style in ("dispatch", "features")
+        ),
+        *((Dropout, style) for style in STYLES),
+        *((Counts, "features"), (KeepsLast, "features")),
+    ],
+)
+def test_what_ranks_do_alike_is_no_obstacle(kind: type[nn.Module], style: str) -> None:
+    model = make(kind)
+    with fake_world(2):
+        mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        apply_tp_plan(model, mesh, {"*.experts": STYLES[style]()})
+    assert all(isinstance(each, DTensor) for each in model.get_submodule("0.experts").parameters())
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -365,6 +366,89 @@ class KeepsPenalty(MLP):
         return inner.sigmoid()
 
 
+@dataclass
+class Loss:
+    value: Tensor
+    name: str = ""
+    before: Loss | None = None
+
+
+def in_cycle(value: Tensor) -> Loss:
+    loss = Loss(value)
+    loss.before = loss
+    return loss
+
+
+class KeepsIn(MLP):
+    """Keeps such a value in a container, or as a number."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def between(self, inner: Tensor) -> Tensor:
+        self.penalty = self.wrap(inner.square().mean())
+        return inner.sigmoid()
+
+
+class ReturnsIn(KeepsIn):
+    """Returns it in a container besides the output."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        inner = self.up(hidden).sigmoid()
+        return self.down(inner), self.wrap(inner.square().mean())
+
+
+_WRAPPED: dict[str, Callable[[Tensor], Any]] = {
+    "a list": lambda value: [value],
+    "a tuple in a dict": lambda value: {"losses": (value, "mean")},
+    "a set of numbers": lambda value: {value.item()},
+    "a dataclass": Loss,
+    "a dataclass with itself": in_cycle,
+    "a number": Tensor.item,
+}
+
+
+class KeepsHistory(MLP):
+    """Scales by the largest feature of earlier calls, in a list that it changes in place."""
+
+    def build(self) -> None:
+        self.history = [1.0]
+
+    def between(self, inner: Tensor) -> Tensor:
+        scale = max(self.history)
+        self.history.append(inner.detach().abs().max().item())
+        return (inner / scale).sigmoid()
+
+
+class AddsToTensor(MLP):
+    """A tensor that is no buffer, and is changed in place."""
+
+    def build(self) -> None:
+        self.total = torch.zeros(())
+
+    def between(self, inner: Tensor) -> Tensor:
+        self.total += inner.detach().mean()
+        return inner.sigmoid()
+
+
+class CountsCalls(Attention):
+    """Numbers that are the same on all ranks, in containers, and one of a rank's own shape."""
+
+    def build(self) -> None:
+        self.calls, self.by_name, self.loss = 0, {"calls": [0]}, Loss(torch.ones(1))
+        self.shape, self.scales = torch.Size(()), [0.5] * HEADS
+        self.table, self.mask = torch.ones(2, dtype=torch.complex64), torch.ones(2, 2).to_sparse()
+        self.later = torch.ones(2, device="meta")
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        self.calls += 1
+        self.by_name["calls"].append(self.calls)
+        self.loss.value = torch.ones(1) * self.calls
+        self.shape, self.scales = query.shape, [0.5] * query.size(1)
+        return query @ key.mT
+
+
 class DelayedScaling(MLP):
     """Scales by the largest feature of the step before, which each rank would see by its own."""
 
@@ -550,6 +634,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "detached": (Detached, UP_DOWN),
     "asks for a dtype": (AsksForDtype, UP_DOWN),
     "buffers of hidden states": (KeepsHidden, UP_DOWN),
+    "counts calls": (CountsCalls, QKV),
     "a loss of its own": (OwnLoss, UP_DOWN),
     "a constant elsewhere": (partial(RefersTo, [torch.full((2, 1, 1), 2.0)]), UP_DOWN),
     "shared by layers": (
@@ -649,9 +734,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         for each in (InTrainingMode, InDict, Checkpointed, CheckpointedReentrantly)
     },
     **{
-        each.__name__: (each, UP_DOWN, f"{_TRIED}.*another tensor besides its output")
+        each.__name__: (each, UP_DOWN, f"{_TRIED}.*another tensor or number besides its output")
         for each in (WithPenalty, KeepsPenalty)
     },
+    **{
+        f"{how} {name}": (partial(kind, wrap), UP_DOWN, f"{_TRIED}.*{how}.* besides its output")
+        for how, kind in (("keeps", KeepsIn), ("returns", ReturnsIn))
+        for name, wrap in _WRAPPED.items()
+    },
+    "a history of numbers": (KeepsHistory, UP_DOWN, f"{_TRIED}.*keeps in its attribute 'history'"),
+    "adds to a tensor": (AddsToTensor, UP_DOWN, f"{_TRIED}.*keeps in its attribute 'total'"),
     "a buffer of features": (DelayedScaling, UP_DOWN, f"{_TRIED}.*in the buffer 'largest'"),
     "a buffer of a rank's shape": (KeepsFeatures, UP_DOWN, f"{_TRIED}.*in the buffer 'kept'"),
     "a hook of a gradient": (OwnGradient, UP_DOWN, "up.weight has hooks of its gradient"),

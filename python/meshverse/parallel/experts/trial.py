@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from meshverse.parallel.models.dropout import WithoutDropout
 from meshverse.parallel.models.leaves import in_words, other_leaves
-from meshverse.parallel.models.modules import child_name
-from meshverse.parallel.models.trials import same_random_state, trial_copy
+from meshverse.parallel.models.trials import kept_by, same_random_state, trial_copy
 
 from .stacked import DOWN, StackedExperts
 
@@ -45,7 +44,7 @@ _TRANSFORMERS = "For experts of transformers, use transformers 5.0 or newer."
 
 _Gate = Callable[[Tensor], Tensor]
 _Values = dict[str, int]
-_Tensors = dict[str, Tensor]  # by name
+_Kept = dict[str, list[Tensor]]  # tensors and numbers, by attribute
 _Case = TypeVar("_Case")
 _Ask = Callable[[str, nn.Module, StackedExperts, int], _Case]
 
@@ -128,9 +127,7 @@ class _Probe:
         self.ids, self.hidden, self.router = self._inputs()
         self._twins: list[nn.Module] = []  # that were run on parts
         self._expected: list[Tensor] = []  # gradients of the inputs, if they are known
-        # Buffers and other tensors of the module, before and after a run as a whole.
-        self.initial: _Tensors = {}
-        self.kept: _Tensors = {}
+        self.kept: _Kept = {}  # after a run as a whole
 
     def _random(self, *shape: int) -> Tensor:
         given = torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu")
@@ -211,7 +208,6 @@ class _Probe:
     def whole(self) -> Tensor:
         """Return the output for all tokens with all weights, after checking that it has values."""
         output = self.run(self.hidden, self.ids, self.router)
-        self.initial = self._kept_by(self._twin({}))
         self.kept = self.kept_last()
         if not output.any(-1).all() or not isfinite(output.float().norm().item()):
             raise _Problem("gives zeros, infinite values or nan for random tokens")
@@ -224,17 +220,12 @@ class _Probe:
         self._twins.clear()
         return output
 
-    def kept_last(self) -> _Tensors:
-        """Return the buffers and other tensors of the module after the last run."""
-        return self._kept_by(self._twins[-1])
-
-    def _kept_by(self, module: nn.Module) -> _Tensors:
-        return {
-            child_name(name, own): each.detach().clone()
-            for name, inside in module.named_modules()
-            for own, each in {**inside._buffers, **vars(inside)}.items()
-            if isinstance(each, Tensor) and (name or own not in self.experts.names)
-        }
+    def kept_last(self) -> _Kept:
+        """Return buffers, and tensors and numbers in other attributes, after the last run."""
+        twin = self._twins[-1]
+        buffers = {name: [each] for name, each in twin.named_buffers()}
+        kept = {**kept_by(twin), **buffers}
+        return {name: each for name, each in kept.items() if name not in self.experts.names}
 
     def equal(self, seen: Tensor, expected: Tensor) -> bool:
         """Whether two outputs differ by rounding only."""
@@ -299,13 +290,14 @@ class _Probe:
         return buffer.clone().to(self.device)
 
 
-def _check_same(seen: _Tensors, expected: _Tensors) -> None:
-    """Check that a forward leaves the tensors that it should in the module's attributes.
+def _check_same(probe: _Probe, part: Part) -> None:
+    """Check that the last run, on a part, left what one as a whole leaves in attributes.
 
     Raises:
-        _Problem: some are others.
+        _Problem: something is different.
     """
-    names = sorted(expected.keys() | seen.keys())
+    seen, expected = probe.kept_last(), probe.kept
+    names = sorted((expected.keys() | seen.keys()) - part.numbers.keys())
     if other := [each for each in names if not _are_equal(seen.get(each), expected.get(each))]:
         raise _Problem(
             f"changes its {other}, and would do so by the rows or features of one rank, so that "
@@ -326,10 +318,14 @@ def _check_leaves(probe: _Probe, whole: Tensor) -> None:
         )
 
 
-def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.shape != other.shape:
+def _are_equal(one: list[Tensor] | None, other: list[Tensor] | None) -> bool:
+    if one is None or other is None or len(one) != len(other):
         return False
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
+    return all(
+        (mine.shape, mine.dtype) == (its.shape, its.dtype)
+        and torch.equal(mine.nan_to_num(), its.nan_to_num())
+        for mine, its in zip(one, other, strict=True)
+    )
 
 
 def _undisturbed(ask: _Ask[_Case]) -> _Ask[_Case]:
@@ -363,7 +359,6 @@ def ask_for_experts(
     try:
         whole = probe.whole()
         _check_leaves(probe, whole)
-        _check_same(probe.kept, probe.initial)
         if probe.form == "all":
             raise _Problem("takes weights for all experts")
         common = (experts, probe.form, _has_identity(probe))
@@ -507,6 +502,7 @@ def _is_sum_of_experts(probe: _Probe, whole: Tensor, part: PartOfExperts) -> boo
         parameters = {name: each[start : start + own] for name, each in probe.weights.items()}
         ids, weights = with_second(part, own, ids, weights)
         rows = probe.run(probe.hidden[tokens], ids, weights, parameters, part.numbers)
+        _check_same(probe, part)
         total = total.index_add(0, tokens, rows.to(total.dtype))
     return probe.is_whole(total, whole)
 
@@ -536,7 +532,7 @@ def _is_sum_of_features(
                 own = _chunk(each[0], 1 + part.has_halves, size, rank, dim)
             parameters[name] = own.contiguous().expand(each.size(0), *own.shape)
         rows = probe.run(probe.hidden, probe.ids, probe.router, parameters, part.numbers)
-        _check_same(probe.kept_last(), probe.kept)
+        _check_same(probe, part)
         total = total + rows
     return probe.is_whole(total, whole)
 

@@ -1,4 +1,4 @@
-"""What all trials need: copies of modules, and random states, so that nothing of a user's changes.
+"""Trials: copies of modules, so that nothing of a user's is changed, and what a forward keeps.
 
 Example:
     >>> module = nn.BatchNorm1d(2)
@@ -22,20 +22,53 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["leaves_in", "same_random_state", "trial_copy"]
+from .modules import child_name
 
+OF_EVERY_MODULE = vars(nn.Module()).keys()  # names of attributes
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """Yield what is in a value: in lists, tuples, dicts, sets and dataclasses, also nested ones."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, set | frozenset):
-            yield from leaves_in([*leaf])
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from leaves_in([getattr(leaf, each.name) for each in fields(leaf)])
-        else:
-            yield leaf
+    """Yield what is in a value: in lists, tuples, dicts, sets and dataclasses, also nested ones.
+
+    A shape is one value.
+    """
+    waiting, known = [value], list[Any]()
+    while waiting:
+        for leaf in tree_leaves(waiting.pop(), is_leaf=lambda each: isinstance(each, torch.Size)):
+            inside: list[Any] | None = None
+            if isinstance(leaf, set | frozenset):
+                inside = [*leaf]
+            elif is_dataclass(leaf) and not isinstance(leaf, type):
+                inside = [getattr(leaf, each.name, None) for each in fields(leaf)]
+            if inside is None:
+                yield leaf
+            elif not any(each is leaf for each in known):
+                known.append(leaf)
+                waiting.append(inside)
+
+
+def values_in(value: Any) -> Iterator[Tensor]:
+    """Yield the dense tensors in a value, if they have values, and the numbers in it as tensors."""
+    for leaf in leaves_in(value):
+        if isinstance(leaf, Tensor):
+            if leaf.layout is torch.strided and not leaf.is_meta:
+                yield leaf
+        elif isinstance(leaf, bool | int | float):
+            yield torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
+
+
+def kept_by(module: nn.Module) -> dict[str, list[Tensor]]:
+    """Return the tensors and numbers in a module's attributes, and in those of modules inside it.
+
+    They are by the attributes' full names. Parameters and buffers are not among them.
+    """
+    return {
+        child_name(own, name): kept
+        for own, inside in module.named_modules()
+        for name, value in vars(inside).items()
+        if name not in OF_EVERY_MODULE and (kept := [*values_in(value)])
+    }
 
 
 def trial_copy(module: _Module) -> _Module:

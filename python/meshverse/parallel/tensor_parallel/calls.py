@@ -21,15 +21,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from meshverse.parallel.experts.stacked import describe
+from meshverse.parallel.models.trials import kept_by, leaves_in, values_in
 
 from .equal_modules import PLAIN
 from .random_copies import LARGE, RandomCopies
 
 _logger = logging.getLogger(__name__)
 _SEQUENCES, _TOKENS = 2, 6
+
+
+# The name of the attribute that a value is in, how many are in it, and which of them it is: of its
+# own heads, a rank may keep fewer. The name of what is returned is "", and the first is the output.
+Key = tuple[str, int, int]
+Outputs = dict[Key, Tensor]
+OUTPUT: Key = ("", 0, 0)
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,10 @@ class Inputs:
         """Key that is equal for calls which compute the same with equal modules."""
         return _key(self.arguments), _key(self.keywords)
 
-    def run(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    def run(self, module: nn.Module) -> tuple[Outputs, list[Tensor]]:
         """Return a module's output, and the inputs that require gradients.
 
-        The output is all tensors that the forward returns, or has put into attributes.
+        The output is all tensors and numbers that the forward returns, or leaves in attributes.
         """
         leaves = []
 
@@ -71,19 +78,18 @@ class Inputs:
 
         arguments = _copied(self.arguments, fresh)
         keywords = {name: _copied(each, fresh) for name, each in self.keywords.items()}
-        before = [*_stored(module)]
-        returned = tree_leaves(module(*arguments, **keywords))
-        stored = [each for each in _stored(module) if not any(each is old for old in before)]
-        return [each for each in (*returned, *stored) if isinstance(each, Tensor)], leaves
+        returned = leaves_in(module(*arguments, **keywords))
+        in_order = sorted(returned, key=lambda each: not isinstance(each, Tensor))
+        outputs: Outputs = {("", 0, n): each for n, each in enumerate(values_in(in_order))}
+        for name, kept in kept_by(module).items():
+            for n, each in enumerate(kept):
+                # What had no gradient before the forward gets none from it.
+                own = each if each.grad_fn is not None else each.detach()
+                outputs[name, len(kept), n] = own
+        return outputs, leaves
 
 
 Calls = dict[Hashable, Inputs | None]  # the first ones, by key; None if they cannot be copied
-
-
-def _stored(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that are attributes of modules, and neither parameters nor buffers."""
-    for inside in module.modules():
-        yield from (each for each in vars(inside).values() if isinstance(each, Tensor))
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

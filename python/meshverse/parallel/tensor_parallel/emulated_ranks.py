@@ -31,6 +31,7 @@ from meshverse.parallel.styles.local_styles import (
     SharedKeyGradAllreduce,
 )
 
+from .calls import OUTPUT, Outputs
 from .regions import has_local_output
 
 _COLUMN_WISE = (ColwiseParallel, PackedColwiseParallel)
@@ -182,7 +183,7 @@ class EmulatedRanks:
         self._placements = placements_inside(whole, styles)
         self._parameters: list[dict[str, Tensor]] = []  # outside split layers; by rank
 
-    def run(self, forward: Callable[[int, nn.Module], list[Tensor]]) -> list[list[Tensor]]:
+    def run(self, forward: Callable[[int, nn.Module], Outputs]) -> list[Outputs]:
         """Return each rank's output, of one or more tensors.
 
         Args:
@@ -214,13 +215,12 @@ class EmulatedRanks:
                 raise NotReplicatedError(f"Some ranks call {sorted(names)}, and others do not.")
             self._add_row_wise(stopped[0].name, [each.features for each in stopped])
 
-    def backward(self, outputs: list[list[Tensor]], given: Mapping[int, Tensor]) -> None:
+    def backward(self, outputs: list[Outputs], given: Outputs) -> None:
         """Accumulate the gradients of all inputs and parameters.
 
         Args:
             outputs: each rank's.
-            given: the gradients of some tensors of an output, which are the same on all ranks, by
-                their numbers.
+            given: the gradients of some tensors of an output, which are the same on all ranks.
 
         Raises:
             NotReplicatedError: ranks have different gradients of a row-wise layer's output.
@@ -241,7 +241,7 @@ class EmulatedRanks:
                 map(call.before.__getitem__, each), self._gradients(call, seen), strict=True
             ):
                 if its is not None:
-                    backward([before], {0: its})
+                    backward({OUTPUT: before}, {OUTPUT: its})
 
     def gradients(self) -> dict[str, list[Tensor | None]]:
         """Return, by name, each rank's gradient of the parameters outside split layers.
@@ -377,7 +377,9 @@ def relative_error(seen: Tensor | None, expected: Tensor, floor: float = 0.0) ->
     """
     if seen is None or seen.shape != expected.shape:
         return float("inf")
-    seen, expected = seen.detach().float(), expected.detach().float()
+    seen, expected = (
+        each.detach() if each.is_complex() else each.detach().float() for each in (seen, expected)
+    )
     difference = float((seen - expected).norm())
     return difference and difference / max(float(expected.norm()), floor, 1e-30)
 
@@ -396,8 +398,8 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
-def backward(tensors: list[Tensor], given: Mapping[int, Tensor]) -> None:
-    """Accumulate gradients, given those of some of the tensors, by their numbers."""
+def backward(tensors: Outputs, given: Outputs) -> None:
+    """Accumulate gradients, given those of some of the tensors."""
     wanted = [n for n in given if tensors[n].requires_grad]
     if wanted:  # segments before them may be shared with other calls
         torch.autograd.backward(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
+from meshverse.parallel.models.trials import OF_EVERY_MODULE
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Placement)
 
 Attribute = tuple[str, str]  # name of the module that has it, and its own
@@ -101,7 +102,7 @@ def attributes_in(module: nn.Module) -> dict[Attribute, Hashable]:
         (own, name): _plain(each)
         for own, inside in module.named_modules()
         for name, each in vars(inside).items()
-        if name not in _OF_EVERY_MODULE
+        if name not in OF_EVERY_MODULE
     }
 
 
@@ -112,7 +113,7 @@ def note_reads(module: nn.Module) -> set[Attribute]:
     """
     read: set[Attribute] = set()
     for own, inside in module.named_modules():
-        if names := vars(inside).keys() - _OF_EVERY_MODULE:
+        if names := vars(inside).keys() - OF_EVERY_MODULE:
             inside.__class__ = _noting(type(inside), own, names, read)
     return read
 

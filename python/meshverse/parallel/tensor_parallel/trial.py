@@ -3,9 +3,10 @@
 A plan does not show what a forward does between a column-wise and a row-wise layer. It may need all
 features or heads at once (a softmax over features, halves of packed gate and up), compute with a
 number of heads, or use hidden states there whose gradient no layer sums. So the forward is run:
-whole, and once for each rank. The outputs must be the same, and so must the buffers that it leaves,
-and the gradients of the inputs and of the parameters outside the split layers. No other tensors may
-get gradients: of one that is registered elsewhere, a rank may have a part that no layer sums.
+whole, and once for each rank. The outputs must be the same, and so must the buffers, tensors and
+numbers that it leaves in attributes, and the gradients of the inputs and of the parameters outside
+the split layers. No other tensors may get gradients: of one that is registered elsewhere, a rank
+may have a part that no layer sums.
 
 Modules run in training mode, but without dropout, which draws other numbers for fewer features.
 No process communicates, nothing of the model is changed, and torch's random state is as before.
@@ -29,7 +30,7 @@ from meshverse._torch_compat.module_hooks import has_forward_hooks
 from meshverse.parallel.models.leaves import in_words, other_leaves
 from meshverse.parallel.models.modules import child_name
 
-from .calls import Inputs, calls_in, hidden_states
+from .calls import OUTPUT, Inputs, Key, Outputs, calls_in, hidden_states
 from .emulated_ranks import (
     EmulatedRanks,
     RanAgainError,
@@ -257,13 +258,13 @@ class _Trial:
 
     def _compare(self, copies: RandomCopies, whole: nn.Module, inputs: Inputs) -> str:
         expected, inputs_of_whole, kept = self._run_whole(copies, whole, inputs)
-        for leaf in other_leaves(expected, [*whole.parameters(), *inputs_of_whole]):
+        for leaf in other_leaves(expected.values(), [*whole.parameters(), *inputs_of_whole]):
             return f"its forward uses {self._in_words(leaf, copies)}. {_OF_OTHERS}"
         ranks = EmulatedRanks(whole, self.styles, self._counts, self._size)
         leaves: dict[int, list[Tensor]] = {}  # by rank
         buffers: dict[int, dict[str, Tensor]] = {}
 
-        def forward(rank: int, module: nn.Module) -> list[Tensor]:
+        def forward(rank: int, module: nn.Module) -> Outputs:
             with copies.same_random_state():
                 output, leaves[rank] = inputs.run(module)
             buffers[rank] = self._buffers(module)
@@ -275,24 +276,23 @@ class _Trial:
             return f"{failure} {_OF_WEIGHTS}"
         except Exception as failure:  # noqa: BLE001  (a forward raises anything)
             return f"a rank raises {type(failure).__name__}: {failure} {_IN_PLACE} {_OF_OUTPUT}"
-        error = max(relative_error(each[0], expected[0]) for each in outputs)
+        error = max(relative_error(each.get(OUTPUT), expected[OUTPUT]) for each in outputs)
         if not error < _LARGEST_ERROR:  # NaN, too
             return f"the relative error of the output is {error:.2g}. {_OF_OUTPUT}"
-        others = _same_on_ranks(outputs, expected)
-        error = max(
-            (relative_error(each[n], expected[n], _SMALLEST) for n in others for each in outputs),
-            default=0.0,
-        )
-        if not error < _LARGEST_ERROR:
-            return (
-                "it returns, or keeps in an attribute, another tensor besides its output, whose "
-                f"relative error is {error:.2g}. {_OF_OUTPUT}"
-            )
+        others = self._same_on_ranks(outputs, expected)
+        for key in others:
+            error = max(relative_error(each[key], expected[key], _SMALLEST) for each in outputs)
+            if not error < _LARGEST_ERROR:
+                how = f"keeps in its attribute {key[0]!r}" if key[0] else "returns"
+                return (
+                    f"it {how} another tensor or number besides its output, whose relative error "
+                    f"is {error:.2g}. {_OF_OUTPUT}"
+                )
         for seen in buffers.values():
             for name in sorted(kept.keys() | seen.keys()):
                 if not _are_equal(seen.get(name), kept.get(name)):
                     return f"its forward leaves other values in the buffer {name!r}. {_OF_BUFFERS}"
-        given = {n: copies.random(*expected[n].shape) for n in (0, *others)}
+        given = {key: copies.random(*expected[key].shape) for key in (OUTPUT, *others)}
         backward(expected, given)
         known = {f"{name!r}": each.grad for name, each in whole.named_parameters()}
         known |= {_input(number): each.grad for number, each in enumerate(inputs_of_whole)}
@@ -314,7 +314,7 @@ class _Trial:
 
     def _run_whole(
         self, copies: RandomCopies, whole: nn.Module, inputs: Inputs
-    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    ) -> tuple[Outputs, list[Tensor], dict[str, Tensor]]:
         """Return the output, the inputs that require gradients, and the buffers afterwards.
 
         Raises:
@@ -328,9 +328,27 @@ class _Trial:
                 output, leaves = inputs.run(module)
         except Exception as error:  # a forward raises anything
             raise _Untried(repr(error)) from error
-        if not output or not output[0].isfinite().all():
-            raise _Untried(f"its output is {output[:1]}")
+        first = output.get(OUTPUT)
+        if first is None or not first.isfinite().all():
+            raise _Untried(f"its output is {first}")
         return output, leaves, self._buffers(module)
+
+    def _same_on_ranks(self, outputs: list[Outputs], expected: Outputs) -> list[Key]:
+        """Return which values besides the output must be the same on all ranks.
+
+        Those of a rank's own features need not: they have other shapes, as attention weights of
+        fewer heads. Nor need numbers of heads, which the plan changes, or what is in split layers.
+        """
+        counts = {child_name(own, each) for own, some in self._counts.items() for each in some}
+        return [
+            key
+            for key, wanted in expected.items()
+            if key != OUTPUT
+            and key[0] not in counts
+            and not is_in_split_layer(key[0], self.styles)
+            and all(key in each and each[key].shape == wanted.shape for each in outputs)
+            and wanted.isfinite().all()
+        ]
 
     def _in_words(self, leaf: Tensor, copies: RandomCopies) -> str:
         itself = Other(leaf, id(leaf), leaf.dtype)  # such as of a closure, which is not copied
@@ -353,21 +371,6 @@ def _are_equal(seen: Tensor | None, expected: Tensor | None) -> bool:
     return torch.equal(finite, wanted) or (
         relative_error(finite, wanted, _SMALLEST) < _LARGEST_ERROR
     )
-
-
-def _same_on_ranks(outputs: list[list[Tensor]], expected: list[Tensor]) -> list[int]:
-    """Return which tensors besides the output must be the same on all ranks.
-
-    Those of a rank's own features need not: they have other shapes, as attention weights of fewer
-    heads.
-    """
-    count = min(len(expected), *map(len, outputs))
-    return [
-        n
-        for n in range(1, count)
-        if all(each[n].shape == expected[n].shape for each in outputs)
-        and expected[n].isfinite().all()
-    ]
 
 
 def _input(number: int) -> str:
