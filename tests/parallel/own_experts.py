@@ -176,6 +176,18 @@ class MixesExperts(Own):
         return self.inner(rows @ self.gate_up_proj[number].mT) @ weight.mT
 
 
+class ScaledByAll(Own):
+    """Scales by the largest of all experts' weights, of which each has many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 1024, WIDTH) / 3)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, 512) / 3)
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(hidden, expert_ids, weights) / self.down_proj.detach().abs().amax()
+
+
 class BufferOfAll(Own):
     def __init__(self) -> None:
         super().__init__()
@@ -307,6 +319,7 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (WithResidual, "gives other outputs"),
         (NormalizesWeights, "gives other outputs"),
         (MixesExperts, "gives other outputs"),
+        (ScaledByAll, "gives other outputs"),
         (BufferOfAll, "gives other outputs"),
         (MeanInTraining, "gives other outputs"),
         (DropsTokens, "gives other outputs"),
@@ -321,6 +334,13 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (Elsewhere, "uses a tensor of shape (1,) and torch.float32, which requires a gradient"),
     )
 }
+
+
+class OtherInTheMiddle(Own):
+    """Experts of two kinds, by their numbers: those of the first and the last rank are alike."""
+
+    def weighted(self, rows: Tensor, weights: Tensor, number: int) -> Tensor:
+        return super().weighted(rows, weights, number) * (1, 2, 2, 1)[number]
 
 
 # --- what cannot be run on a part of the features ------------------------------------------------

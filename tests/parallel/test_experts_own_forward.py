@@ -20,6 +20,7 @@ from own_experts import (
     Dropout,
     KeepsLast,
     MixesExperts,
+    OtherInTheMiddle,
     Own,
     make,
 )
@@ -103,11 +104,11 @@ def test_own_forwards_equal_one_process_on_more_ranks(crew: Crew, style: str, na
         assert error < BOUND, worst
 
 
-def refusal(model: nn.Module, style: str) -> str:
+def refusal(model: nn.Module, style: str, size: int = 2) -> str:
     """The message with which a style refuses a model, which it has not changed."""
     before = {name: id(each) for name, each in model.named_parameters()}
     state = [dict(vars(each)) for each in model.modules()]
-    mesh = meshverse.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = meshverse.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     with pytest.raises(ValueError, match=r"1\.experts: ") as refused:
         apply_tp_plan(model, mesh, {"1.experts": STYLES[style]()})
     assert {name: id(each) for name, each in model.named_parameters()} == before
@@ -123,6 +124,12 @@ def test_what_cannot_be_run_on_some_experts_is_refused(style: str, name: str) ->
         text = refusal(make(kind), style)
         assert name in text
         assert message in text
+
+
+def test_the_experts_of_each_rank_are_tried() -> None:
+    with fake_world(4):
+        text = refusal(make(OtherInTheMiddle), "dispatch", 4)
+    assert "OtherInTheMiddle cannot be run on 1 of its 4 experts: it gives other outputs" in text
 
 
 @pytest.mark.parametrize("name", NO_PARTS)

@@ -29,8 +29,9 @@ from meshverse.parallel.models.trials import kept_by, same_random_state, trial_c
 
 from .stacked import DOWN, StackedExperts
 
-# Weights of expert e begin e * _STEP elements later in the same random numbers, so that a probe of
-# many experts needs little more memory than one of them. Kernels need weights aligned to 16 bytes.
+# An expert's weights begin some _STEPs later in the same random numbers than those of the one before,
+# so that a probe of many experts needs the memory of two. The numbers grow, so that each expert has
+# others, and larger ones. Kernels need weights aligned to 16 bytes.
 _STEP = 16
 _PERIOD = 1_000_003  # random numbers, of which larger weights are repetitions
 _CROWD = 24  # tokens that choose one expert, more than it takes if it takes so many only
@@ -102,7 +103,8 @@ class _Probe:
         module: the experts' module.
         experts: its parameters.
         own: number of experts of a rank.
-        step: distance of two experts' weights in the random numbers; 0 if all have the same.
+        step: unit of the distance of two experts' weights in the random numbers; 0 if all have the
+            same.
         width: number of features of the hidden states.
         dtype: dtype of weights and inputs.
         device: their device.
@@ -137,22 +139,28 @@ class _Probe:
         parameter = self.module.get_parameter(name)
         count, *inner = parameter.shape
         size = parameter[0].numel()
-        total = size + (count - 1) * self.step
+        step = self.step and ceil(size / count / self.step) * self.step
+        total = size + (count - 1) * step
         scale: float = 2 / size ** (0.25 * (len(inner) - 1))
         numbers = self._random(min(total, _PERIOD)) * scale
         numbers = numbers.repeat(ceil(total / len(numbers)))[:total]
+        if step:
+            numbers *= torch.linspace(1, 2, total, device=self.device, dtype=self.dtype)
         strides = (inner[-1], 1) if len(inner) == 2 else (1,)
-        return numbers.as_strided((count, *inner), (self.step, *strides))
+        return numbers.as_strided((count, *inner), (step, *strides))
 
     def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids, hidden states and weights of tokens of the first and last ranks' experts."""
+        """Return ids, hidden states and weights of tokens of all ranks' first and last experts."""
         count, own = self.experts.count, self.own
         if self.form == "rows":
             ids = torch.arange(count, device="cpu").repeat_interleave(_ROWS)[:, None]
         else:
             some = dict.fromkeys((0, own - 1, count - own, count - 1))
             crowd = [(0, each) for each in some if each] * _CROWD
-            ids = torch.tensor([*permutations(some, 2), *crowd[:_CROWD]] or [(0,)], device="cpu")
+            firsts = range(0, count, own) if own < count else ()
+            pairs = [(first, (first + 2 * own - 1) % count) for first in firsts]
+            pairs += [*permutations(some, 2), *crowd[:_CROWD]]
+            ids = torch.tensor(pairs or [(0,)], device="cpu")
         if self.form == "all":
             ids = torch.arange(count, device="cpu").expand(len(ids), count)
         weights = (self._random(*ids.shape) + 2) / 3  # 1/3 to 1
@@ -488,14 +496,9 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _is_sum_of_experts(probe: _Probe, whole: Tensor, part: PartOfExperts) -> bool:
-    """Whether the outputs of the first and the last rank's experts sum to those of all experts."""
+    """Whether the outputs of the ranks' experts sum to those of all experts."""
     own, total = probe.own, torch.zeros_like(whole)
-    starts = (
-        range(0, probe.experts.count, own)
-        if probe.form == "rows"
-        else (0, probe.experts.count - own)
-    )
-    for start in dict.fromkeys(starts):
+    for start in range(0, probe.experts.count, own):
         tokens, choices = torch.where((probe.ids >= start) & (probe.ids < start + own))
         ids, weights = (each[tokens, choices] for each in (probe.ids - start, probe.router))
         # The weights of identity experts, if there are any, are behind those of experts.
