@@ -203,6 +203,12 @@ class MeanInTraining(Own):
         return output / len(self.down_proj) if self.training else output
 
 
+class NormalizesInEvaluation(NormalizesWeights):
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        kind = Own if self.training else NormalizesWeights
+        return kind.forward(self, hidden, expert_ids, weights)
+
+
 class DropsTokens(Own):
     """An expert takes a quarter more than its share of the tokens."""
 
@@ -322,6 +328,7 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (ScaledByAll, "gives other outputs"),
         (BufferOfAll, "gives other outputs"),
         (MeanInTraining, "gives other outputs"),
+        (NormalizesInEvaluation, "gives other outputs"),
         (DropsTokens, "gives other outputs"),
         (Checkpointed, "runs again in backward"),
         (GradientByExperts, "gives other gradients"),
@@ -368,6 +375,12 @@ class NormInTraining(Own):
         return F.normalize(inner, dim=-1) if self.training else inner
 
 
+class NormInEvaluation(Own):
+    def inner(self, features: Tensor) -> Tensor:
+        inner = super().inner(features)
+        return inner if self.training else F.normalize(inner, dim=-1)
+
+
 class Largest(Own):
     """Keeps the largest inner features only."""
 
@@ -394,7 +407,7 @@ NO_FEATURES: dict[str, type[nn.Module]] = {
     each.__name__: each
     for each in (
         *(NormInside, NormAnyWidth, NormBehind, NormInTraining, Largest, CountsFeatures),
-        Elsewhere,
+        *(NormInEvaluation, Elsewhere),
     )
 }
 

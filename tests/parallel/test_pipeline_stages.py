@@ -32,6 +32,7 @@ from meshverse.parallel import (
 from meshverse.parallel.pipeline.stage import layers_of_stages
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+BaseModelOutputWithPast = transformers.modeling_outputs.BaseModelOutputWithPast
 
 
 def test_stages_have_each_parameter_once_under_its_own_name() -> None:
@@ -169,6 +170,28 @@ def scaled_between_layers() -> nn.Module:
 
     inner.__class__ = Scaled
     return model
+
+
+def scaled_between_layers_in(mode: str) -> Callable[[], nn.Module]:
+    """Make a model that does so in one mode only, and is in the other one."""
+
+    def make_one() -> nn.Module:
+        model = make()
+        inner = model.model
+
+        class Scaled(type(inner)):  # type: ignore[misc]
+            def forward(self, *, input_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
+                hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+                rotary = self.rotary_emb(hidden, torch.arange(hidden.size(1))[None])
+                for layer in self.layers:
+                    hidden = layer(hidden, position_embeddings=rotary)
+                    hidden = hidden * 0.5 if self.training == (mode == "training") else hidden
+                return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+        inner.__class__ = Scaled
+        return model.train(mode != "training")
+
+    return make_one
 
 
 def tells_layers_where_hidden_states_came_from() -> nn.Module:
@@ -367,6 +390,8 @@ def embeds_hidden_states_too() -> nn.Module:
         (with_a_forward_of_its_own, "forward of its LlamaForCausalLM was replaced on the object"),
         (compiled, "its LlamaForCausalLM is compiled, and would run all layers"),
         (scaled_between_layers, "states that its layers get are not the output of the layer"),
+        (scaled_between_layers_in("training"), "in training mode, the hidden states that its lay"),
+        (scaled_between_layers_in("evaluation"), "in evaluation mode, the hidden states that it"),
         (lambda: split_into_stages(make(), 2, 0), "is a stage already, .*Split the whole model"),
     ],
 )

@@ -4,13 +4,14 @@ Names and shapes do not show what a forward does with its weights: whether it co
 them, which dim has the inner features, where the gates are, or what an expert adds to a token. So
 the forward is run: on random weights as a whole, and on the parts of all ranks, whose outputs must
 sum to the same, and so must the gradients of the inputs. Nothing else may get gradients, as each
-rank would have a part of them. It runs in training mode without dropout.
+rank would have a part of them. It runs in training mode without dropout, and in evaluation mode.
 Nothing of the module is changed, and torch's random states are as before. What a forward changes
 elsewhere, such as a list in a global variable, stays changed.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,9 +30,9 @@ from meshverse.parallel.models.trials import kept_by, same_random_state, trial_c
 
 from .stacked import DOWN, StackedExperts
 
-# An expert's weights begin some _STEPs later in the same random numbers than those of the one before,
-# so that a probe of many experts needs the memory of two. The numbers grow, so that each expert has
-# others, and larger ones. Kernels need weights aligned to 16 bytes.
+# The weights of an expert begin some _STEPs later in the same random numbers than those of the one
+# before, so that a probe of many experts needs the memory of two. The numbers grow, so that each
+# expert has others, and larger ones. Kernels need weights aligned to 16 bytes.
 _STEP = 16
 _PERIOD = 1_000_003  # random numbers, of which larger weights are repetitions
 _CROWD = 24  # tokens that choose one expert, more than it takes if it takes so many only
@@ -124,6 +125,7 @@ class _Probe:
         self.module, self.experts, self.own, self.step = module, experts, own, step
         self.width, self.dtype, self.device = width, dtype, device
         self._generator = torch.Generator().manual_seed(0)
+        self.training = True
         self.form = _form_of(module)
         self.weights = {name: self._weight(name) for name in experts.names}
         self.ids, self.hidden, self.router = self._inputs()
@@ -198,6 +200,12 @@ class _Probe:
             given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise _Problem(f"gives {given} for hidden states of shape {tuple(hidden.shape)}")
         return output
+
+    def in_evaluation(self) -> _Probe:
+        """Return a probe with the same weights and inputs, whose module is in evaluation mode."""
+        again = copy.copy(self)
+        again.training, again._twins = False, []
+        return again
 
     def draws(self) -> bool:
         """Whether the forward, with its dropout, changes torch's random states."""
@@ -276,7 +284,7 @@ class _Probe:
 
     def _twin(self, attributes: Mapping[str, Any]) -> nn.Module:
         """Return a copy of the module, with some attributes instead of its parameters."""
-        twin = trial_copy(self.module).train()
+        twin = trial_copy(self.module).train(self.training)
         for name, each in [*twin._parameters.items()]:
             if each is not None:
                 del twin._parameters[name]
@@ -311,6 +319,18 @@ def _check_same(probe: _Probe, part: Part) -> None:
             f"changes its {other}, and would do so by the rows or features of one rank, so that "
             "the module around it must keep or count what is needed"
         )
+
+
+def _wholes(probe: _Probe) -> list[tuple[_Probe, Tensor]]:
+    """Return probes in training and in evaluation mode, with their outputs as a whole.
+
+    Raises:
+        _Problem: an output gives a gradient to something else than parameters and inputs.
+    """
+    wholes = [(each, each.whole()) for each in (probe, probe.in_evaluation())]
+    for _, whole in wholes:
+        _check_leaves(probe, whole)
+    return wholes
 
 
 def _check_leaves(probe: _Probe, whole: Tensor) -> None:
@@ -365,8 +385,7 @@ def ask_for_experts(
     own = count // size
     probe = _probe(name, module, experts, own, _STEP)
     try:
-        whole = probe.whole()
-        _check_leaves(probe, whole)
+        wholes = _wholes(probe)
         if probe.form == "all":
             raise _Problem("takes weights for all experts")
         common = (experts, probe.form, _has_identity(probe))
@@ -375,7 +394,9 @@ def ask_for_experts(
             for second in (_SECOND if probe.form == "choices" else _SECOND[:1])
             for numbers in _subsets(_numbers_equal_to(module, {count: own}))
         ]
-        part = _first(possible, lambda part: _is_sum_of_experts(probe, whole, part))
+        part = _first(
+            possible, lambda part: all(_is_sum_of_experts(*each, part) for each in wholes)
+        )
         part = replace(part, draws=probe.draws())
     except _Problem as problem:
         raise ValueError(
@@ -440,9 +461,10 @@ def ask_for_features(
         and all(shape[columns_dim] % (size * (1 + has_halves)) == 0 for shape in columns)
     ]
     try:
-        whole = probe.whole()
-        _check_leaves(probe, whole)
-        part = _first(possible, lambda part: _is_sum_of_features(probe, whole, part, size))
+        wholes = _wholes(probe)
+        part = _first(
+            possible, lambda part: all(_is_sum_of_features(*each, part, size) for each in wholes)
+        )
     except _Problem as problem:
         raise ValueError(
             f"{name}: the forward of {type(module).__name__} cannot be run on a part of the "
@@ -451,7 +473,7 @@ def ask_for_features(
             "Distribute whole experts over an experts' mesh instead, with ExpertParallel(), or "
             "remove the module from the plan."
         ) from problem
-    return replace(part, has_gate=_has_gate(probe, whole, part, size))
+    return replace(part, has_gate=_has_gate(probe, wholes[0][1], part, size))
 
 
 def _form_of(module: nn.Module) -> Form:

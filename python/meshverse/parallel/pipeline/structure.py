@@ -77,14 +77,13 @@ def _describe(model: nn.Module) -> Structure:
     elif not (reason := _needs_all_layers(config) or _changed_object(model, inner)):
         trials = [_Trial(inner, layers, in_tuples=each) for each in (False, True)]
         for trial in trials:
-            trial.reason = (
-                trial.run()
-                or trial.run_as_later_stage()
-                or trial.run_from_the_last_layer()
-                or (trial.run_around(model, inner_name) if inner_name else "")
-            )
+            trial.reason = trial.run_all(model, inner_name)
             if not trial.reason:
                 sides = trial.sides()
+                if reason := trial.run_in_other_mode(model, inner_name):
+                    mode = "evaluation" if inner.training else "training"
+                    trial.reason = f"in {mode} mode, {reason}"
+                    break
                 return Structure(inner_name, layers, len(trial.probes), *sides, trial.in_tuples)
         # If layers must return the other form, a trial fails after the first layer. Report the
         # reason of the trial that ran more layers.
@@ -176,6 +175,7 @@ class _Trial:
         listed = cast("nn.ModuleList", inner.get_submodule(layers))
         self.probes = [_Probe(layer, self.events, in_tuples) for layer in listed]
         self._layers = layers
+        self._mode: bool | None = None  # whether it trains, if that is not the model's own mode
         self._device = next(inner.parameters()).device
         self._inner = shallow_copy(inner)
         self._inner._modules[layers] = nn.ModuleList()
@@ -184,6 +184,29 @@ class _Trial:
             self._inner = _without_memory(self._inner)
         self._tokens = torch.ones(_TOKENS, dtype=torch.int64, device=self._device)
         self._reads = TokenReads(self._tokens)
+
+    def run_all(self, model: nn.Module, name: str) -> str:
+        """Run all trials, and return the reason why the model cannot be split, in words; else "".
+
+        Args:
+            model: model with the inner module; it is not changed.
+            name: name of the inner module in it; "" for the model itself.
+        """
+        return (
+            self.run()
+            or self.run_as_later_stage()
+            or self.run_from_the_last_layer()
+            or (self.run_around(model, name) if name else "")
+        )
+
+    def run_in_other_mode(self, model: nn.Module, name: str) -> str:
+        """As `run_all`, in evaluation mode if the model is in training mode, or the other way."""
+        other = self._again(set())
+        other._mode = not self._inner.training
+        if reason := other.run_all(model, name):
+            return reason
+        same = other.sides() == self.sides()
+        return "" if same else "its parameters are used in another order"
 
     def run(self) -> str:
         """Run the trial, and return the reason why the model cannot be split, in words; else ""."""
@@ -272,7 +295,7 @@ class _Trial:
         """
         with self._undisturbed(), torch.no_grad(), TokenReads(self._tokens) as reads:
             try:
-                copied = trial_copy(outer)
+                copied = self._copied(outer)
                 self._with_probes(copied.get_submodule(name)).forward = instead
                 output: Any = type(outer).forward(copied, **given, use_cache=False)
             except _FROM_MODELS as error:
@@ -332,7 +355,7 @@ class _Trial:
         """Run the model; return the error that it raises, in words, or ""."""
         with self._undisturbed():
             try:
-                inner = self._with_probes(trial_copy(self._inner))
+                inner = self._with_probes(self._copied(self._inner))
                 for name, module in self._children(inner):
                     module.register_forward_hook(partial(_record, self.events, name))
                 output: Any = inner(*arguments, **{"use_cache": False, **keywords})
@@ -342,6 +365,10 @@ class _Trial:
         if not isinstance(self.output, Tensor):
             return f"{type(self._inner).__name__} returns no last_hidden_state"
         return ""
+
+    def _copied(self, module: nn.Module) -> nn.Module:
+        copied = trial_copy(module)
+        return copied if self._mode is None else copied.train(self._mode)
 
     def _with_probes(self, inner: nn.Module) -> nn.Module:
         inner._modules[self._layers] = nn.ModuleList(self.probes)
