@@ -125,6 +125,44 @@ def test_evaluation_leaves_no_gradients(crew: Crew, virtual: int) -> None:
         assert "6 sequences with 6 targets does not divide into 4 microbatches" in message
 
 
+class Counts(nn.Module):
+    """A module around another one that counts its calls, in a buffer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        output: torch.Tensor = self.inner(hidden)
+        return output
+
+
+def count_microbatches(virtual: int) -> list[list[float]]:
+    """Return the counts of all layers of a rank after each batch; the buffers stay the same."""
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
+    model: Any = make()
+    for layer in model.model.layers:
+        layer.mlp = Counts(layer.mlp)
+    stages = pipeline_stages(model, mesh["pp"], virtual=virtual)
+    counts = [each for stage in stages for each in stage.modules() if isinstance(each, Counts)]
+    buffers = [each.seen for each in counts]
+    pipeline = pipeline_schedule(stages, mesh["pp"], loss_of, 4)
+    tokens, seen = batch(0), []
+    for run in (pipeline.step, pipeline.eval) * 2:
+        run(tokens, target=tokens)
+        seen.append([each.item() for each in buffers])
+    assert all(each.seen is own for each, own in zip(counts, buffers, strict=True))
+    return seen
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_what_torch_tries_out_leaves_buffers(crew: Crew, virtual: int) -> None:
+    for seen in crew.run(count_microbatches, 2, virtual):
+        assert seen == [[count] * 2 for count in (4, 8, 12, 16)]
+
+
 def norms(norm_type: float) -> tuple[float, float]:
     """The norm of a tied model's gradients over its stages, and that of one process."""
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2, tp_size=2))

@@ -132,16 +132,16 @@ def pipeline_schedule(
     def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
         return loss_function(output, target) / parts
 
-    def make() -> Any:
+    def make() -> tuple[Any, list[_Stage]]:
         torch_stages = [
-            PipelineStage(stage, own.index, own.count, device, group=pp_mesh.get_group())
+            _Stage(stage, own.index, own.count, device, group=pp_mesh.get_group())
             for stage, own in zip(stages, owned, strict=True)
         ]
         make_schedule: Any = (_ONE | _SEVERAL)[name]
         # With scale_grads=True, torch would also scale the gradients of earlier steps again.
         settings = {"loss_fn": scaled_loss, "scale_grads": False}
         own_stages = torch_stages[0] if count == 1 else torch_stages
-        return make_schedule(own_stages, n_microbatches, **settings)
+        return make_schedule(own_stages, n_microbatches, **settings), torch_stages
 
     return PipelineSchedule(stages, pp_mesh, device, n_microbatches, loss_function, parts, make)
 
@@ -164,7 +164,7 @@ class PipelineSchedule:
         n_microbatches: int,
         loss_function: Loss,
         parts: int,
-        make: Callable[[], Any],
+        make: Callable[[], tuple[Any, list[_Stage]]],
     ) -> None:
         self.stages = tuple(stages)
         self._owned = [own for own in map(stage_of, stages) if own is not None]
@@ -175,7 +175,8 @@ class PipelineSchedule:
         self._batches, self._evaluated = (
             _Batches(n_microbatches, self._owned[0].count) for _ in range(2)
         )
-        self.schedule, self._make = make(), make
+        self._make = make
+        self.schedule, self._torch_stages = make()
         # A separate schedule: in some versions of torch, a schedule cannot train after evaluation.
         self._evaluation: Any = None
         self._has_trained = False
@@ -216,7 +217,7 @@ class PipelineSchedule:
         _check_loss(self._loss_function, self.stages, inputs, target)
         split = self._checked(self._batches, inputs, target, keywords)
         # In its first step, torch tries out the stages, and then deletes FSDP2's gradients.
-        kept = contextlib.nullcontext() if self._has_trained else _set_aside(self.stages)
+        kept = contextlib.nullcontext() if self._has_trained else _set_aside(self._torch_stages)
         with kept, self._tied.summed():
             losses = self._run(self.schedule.step, self._batches, inputs, target, split)
         self._has_trained = True
@@ -229,12 +230,14 @@ class PipelineSchedule:
         All batches of `eval` must have one shape, which may differ from that of `step`.
         """
         split = self._checked(self._evaluated, inputs, target, keywords)
+        tried: Sequence[_Stage] = ()
         if self._evaluation is None:
-            self._evaluation = self._make()
+            self._evaluation, tried = self._make()
         parameters = [each for stage in self.stages for each in stage.parameters()]
         gradients = [each.grad for each in parameters]
         try:
-            return self._run(self._evaluation.eval, self._evaluated, inputs, target, split)
+            with _buffers_set_aside(tried):
+                return self._run(self._evaluation.eval, self._evaluated, inputs, target, split)
         finally:
             for stage in self.stages:  # where FSDP2 left whole parameters, they have no gradients
                 for module in stage.modules():
@@ -277,7 +280,7 @@ class PipelineSchedule:
         split = _for_each_sequence(keywords, inputs)
         _check_group(self._mesh)
         if self._has_raised:  # torch's schedules still have that batch's microbatches
-            self.schedule, self._evaluation = self._make(), None
+            (self.schedule, self._torch_stages), self._evaluation = self._make(), None
             self._has_trained = self._has_raised = False
         return split
 
@@ -304,15 +307,57 @@ class PipelineSchedule:
         return [loss.detach() * self._parts for loss in losses]
 
 
+class _Stage(PipelineStage):
+    """Torch's stage, and what is to be done once torch has tried it out.
+
+    Attributes:
+        begin: function that is called before each microbatch, which a trial is not.
+    """
+
+    begin: Callable[[], None] | None = None
+
+    def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run a microbatch."""
+        if self.begin is not None:
+            self.begin()
+        return super().forward_one_chunk(*arguments, **keywords)
+
+
 @contextlib.contextmanager
-def _set_aside(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Take the gradients off the parameters within the context, and add them back after it."""
-    parameters = [each for stage in stages for each in stage.parameters()]
+def _buffers_set_aside(stages: Sequence[_Stage]) -> Iterator[None]:
+    """Let modules have copies of their buffers while torch tries out stages."""
+    modules = {each for stage in stages for each in stage.submod.modules()}
+    aside = [(each._buffers, {**each._buffers}) for each in modules]
+    for table, own in aside:
+        table.update({k: None if each is None else each.clone() for k, each in own.items()})
+
+    def put_back() -> None:
+        while aside:
+            table, own = aside.pop()
+            table.clear()
+            table.update(own)
+
+    for stage in stages:
+        stage.begin = put_back
+    try:
+        yield
+    finally:
+        put_back()
+
+
+@contextlib.contextmanager
+def _set_aside(stages: Sequence[_Stage]) -> Iterator[None]:
+    """Take the gradients off the parameters within the context, and add them back after it.
+
+    Buffers are set aside while torch tries out the stages.
+    """
+    parameters = [each for stage in stages for each in stage.submod.parameters()]
     earlier = [each.grad for each in parameters]
     for each in parameters:
         each.grad = None
     try:
-        yield
+        with _buffers_set_aside(stages):
+            yield
     finally:
         with torch.no_grad():
             for each, gradient in zip(parameters, earlier, strict=True):
