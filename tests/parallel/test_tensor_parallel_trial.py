@@ -266,6 +266,40 @@ class OwnLayers(MLP):
         self.up, self.down = OwnLayer(WIDTH, INNER), OwnLayer(INNER, WIDTH)
 
 
+class ReadsNumber(nn.Linear):
+    """A layer that reads a number of what is split: torch would give a rank that of its part."""
+
+    def __init__(self, given: int, features: int, read: Callable[[Tensor, Tensor], float]) -> None:
+        super().__init__(given, features)
+        self.read = read
+
+    def forward(self, given: Tensor) -> Tensor:
+        return F.linear(given, self.weight / self.read(self.weight.detach(), given), self.bias)
+
+
+class OneReadsNumber(MLP):
+    def __init__(self, name: str, read: Callable[[Tensor, Tensor], float]) -> None:
+        super().__init__()
+        layer = self.get_submodule(name)
+        setattr(self, name, ReadsNumber(layer.in_features, layer.out_features, read))
+
+
+def largest_weight(weight: Tensor, given: Tensor) -> float:
+    return weight.abs().max().item()
+
+
+def deviation(weight: Tensor, given: Tensor) -> float:
+    return float(weight.std())
+
+
+def by_sign(weight: Tensor, given: Tensor) -> float:
+    return 2.0 if weight.mean() > 0 else 3.0
+
+
+def largest_input(weight: Tensor, given: Tensor) -> float:
+    return given.detach().abs().max().item() + 1
+
+
 class Normalized(MLP):
     def build(self) -> None:
         nn.utils.parametrizations.weight_norm(self.down)
@@ -631,6 +665,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
         UP_DOWN | {"conv": LocalParameters(dict.fromkeys(("weight", "bias", "groups"), Shard(0)))},
     ),
     "own layers": (OwnLayers, UP_DOWN),
+    "reads a number of the whole input": (partial(OneReadsNumber, "up", largest_input), UP_DOWN),
     "detached": (Detached, UP_DOWN),
     "asks for a dtype": (AsksForDtype, UP_DOWN),
     "buffers of hidden states": (KeepsHidden, UP_DOWN),
@@ -695,6 +730,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         f"{_GRADIENT}'scale'",
     ),
     "reads a weight": (ReadsWeight, UP_DOWN, f"{_TRIED}.*'up.weight' is read outside its layer"),
+    **{
+        f"{name} reads a number, {read.__name__}": (
+            partial(OneReadsNumber, name, read),
+            UP_DOWN,
+            f"{_TRIED}.*'{name}' reads a number of its weight or input",
+        )
+        for name, some in (("up", ()), ("down", (largest_input,)))
+        for read in (largest_weight, deviation, by_sign, *some)
+    },
     **{
         f"a parameter elsewhere, {name}": (
             partial(Elsewhere, refer),

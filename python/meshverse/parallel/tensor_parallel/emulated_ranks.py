@@ -48,7 +48,10 @@ class RanAgainError(Exception):
 
 
 class ReadWeightError(Exception):
-    """A split layer's parameter, of which a rank has a part, is read outside the layer."""
+    """A split layer's parameter is read outside the layer, or in it as a number.
+
+    A rank has a part of it, and would get the number of that part.
+    """
 
 
 class _SplitWeight(Tensor):
@@ -72,6 +75,23 @@ class _SplitWeight(Tensor):
         raise ReadWeightError(f"{name!r} is read outside its layer, which the plan splits.")
 
 
+class _Split(Tensor):
+    """A tensor of which a rank has a part, or that is computed from one: it is no number."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if function in _TO_NUMBERS:
+            raise ReadWeightError
+        of_tensors: Any = super().__torch_function__
+        return of_tensors(function, kinds, arguments, keywords)
+
+
+_TO_NUMBERS = {
+    *(Tensor.item, Tensor.tolist, Tensor.numpy),
+    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__array__),
+}
 _ABOUT_WEIGHTS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size),
     *(Tensor.__len__, torch.numel, torch.is_floating_point),
@@ -315,7 +335,7 @@ class EmulatedRanks:
             style, layer = self._styles[name], self._whole.get_submodule(name)
             own = _leaf(given)
             parts = style.parts if isinstance(style, PackedColwiseParallel) else 1
-            whole: Tensor = layer(own)
+            whole = _called(layer, name, own, is_row_wise=False)
             features = whole.reshape(*whole.shape[:-1], parts, self._size, -1).unbind(-2)
             call = _Call(name, style, own, tuple(each.flatten(-2) for each in features))
             self._calls.append(call)
@@ -332,7 +352,8 @@ class EmulatedRanks:
         own = _leaf(torch.stack(features, -2))  # (..., ranks, features)
         parts = style.parts if isinstance(style, PackedRowwiseParallel) else 1
         whole = own.reshape(*own.shape[:-1], parts, -1).transpose(-3, -2).flatten(-3)
-        self._calls.append(_Call(name, style, own, (layer(whole),) * self._size))
+        output = _called(layer, name, whole, is_row_wise=True)
+        self._calls.append(_Call(name, style, own, (output,) * self._size))
 
     def _sum_shared(
         self,
@@ -382,6 +403,30 @@ def relative_error(seen: Tensor | None, expected: Tensor, floor: float = 0.0) ->
     )
     difference = float((seen - expected).norm())
     return difference and difference / max(float(expected.norm()), floor, 1e-30)
+
+
+def _called(layer: nn.Module, name: str, given: Tensor, *, is_row_wise: bool) -> Tensor:
+    """Return the output of a split layer.
+
+    Raises:
+        ReadWeightError: it has a forward of its own that reads a number of what is split.
+    """
+    inner = adapted(layer)
+    if getattr(inner.forward, "__func__", None) in (nn.Linear.forward, nn.Embedding.forward):
+        return layer(given)  # type: ignore[no-any-return]
+    own = {id(each) for each in ([inner.weight] if is_row_wise else inner.parameters())}
+    split: dict[str, Tensor] = {
+        each: parameter.as_subclass(_Split)
+        for each, parameter in layer.named_parameters()
+        if id(parameter) in own
+    }
+    try:
+        output: Tensor = torch.func.functional_call(
+            layer, split, (given.as_subclass(_Split) if is_row_wise else given,)
+        )
+    except ReadWeightError as error:
+        raise ReadWeightError(f"{name!r} reads a number of its weight or input.") from error
+    return output.as_subclass(Tensor)
 
 
 def _hide_parameters(layer: nn.Module, name: str) -> None:
