@@ -328,7 +328,7 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (ScaledByAll, "gives other outputs"),
         (BufferOfAll, "gives other outputs"),
         (MeanInTraining, "gives other outputs"),
-        (NormalizesInEvaluation, "gives other outputs"),
+        (NormalizesInEvaluation, "gives other outputs than in one process in evaluation mode"),
         (DropsTokens, "gives other outputs"),
         (Checkpointed, "runs again in backward"),
         (GradientByExperts, "gives other gradients"),

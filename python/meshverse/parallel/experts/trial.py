@@ -394,9 +394,7 @@ def ask_for_experts(
             for second in (_SECOND if probe.form == "choices" else _SECOND[:1])
             for numbers in _subsets(_numbers_equal_to(module, {count: own}))
         ]
-        part = _first(
-            possible, lambda part: all(_is_sum_of_experts(*each, part) for each in wholes)
-        )
+        part = _first(possible, wholes, _is_sum_of_experts)
         part = replace(part, draws=probe.draws())
     except _Problem as problem:
         raise ValueError(
@@ -462,9 +460,7 @@ def ask_for_features(
     ]
     try:
         wholes = _wholes(probe)
-        part = _first(
-            possible, lambda part: all(_is_sum_of_features(*each, part, size) for each in wholes)
-        )
+        part = _first(possible, wholes, partial(_is_sum_of_features, size=size))
     except _Problem as problem:
         raise ValueError(
             f"{name}: the forward of {type(module).__name__} cannot be run on a part of the "
@@ -655,14 +651,21 @@ def _subsets(numbers: _Values) -> Iterator[_Values]:
         yield from map(dict, combinations(numbers.items(), size))
 
 
-def _first(possible: Iterable[_Case], is_right: Callable[[_Case], bool]) -> _Case:
-    """Return the first possibility that is right; raise the problem of the last one otherwise."""
+def _first(
+    possible: Iterable[_Case],
+    wholes: Sequence[tuple[_Probe, Tensor]],
+    is_right: Callable[[_Probe, Tensor, _Case], bool],
+) -> _Case:
+    """Return the first possibility that is right in both modes, or raise the last one's problem."""
     problem = _Problem("gives other outputs than in one process")
     for each in possible:
         try:
-            if is_right(each):
-                return each
-            problem = _Problem("gives other outputs than in one process")
-        except _Problem as error:  # noqa: PERF203  (each is a call of the module's forward)
+            wrong = next((own for own, whole in wholes if not is_right(own, whole, each)), None)
+        except _Problem as error:
             problem = error
+            continue
+        if wrong is None:
+            return each
+        mode = "" if wrong.training else " in evaluation mode"
+        problem = _Problem(f"gives other outputs than in one process{mode}")
     raise problem
