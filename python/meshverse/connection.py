@@ -29,7 +29,7 @@ from typing_extensions import Self
 
 from meshverse._torch_compat.backends import check_backend, is_backend_options
 from meshverse._torch_compat.c10d_creation import create_connected
-from meshverse._torch_compat.c10d_groups import end_group, find_c10d_group
+from meshverse._torch_compat.c10d_groups import clone_store, end_group, find_c10d_group
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.for_extras import World, check_timeout
@@ -70,7 +70,8 @@ def connect(
             process, another live process has this rank, or this process has an open connection of
             this name.
         TypeError: `store` is neither a store nor an address, `rank` or `size` is no integer, the
-            timeout is not a timedelta, or `options` is not an options object.
+            timeout is not a timedelta, `backend` is no string, or `options` is not an options
+            object.
         RuntimeError: some processes did not join in time (the error names their ranks), the store
             cannot be reached, or c10d could not connect the processes.
 
@@ -93,6 +94,11 @@ def connect(
     if backend is None:
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
+    if not isinstance(backend, str):
+        raise TypeError(
+            f"backend={backend!r} of type {type(backend).__name__}: pass the name of a backend."
+        )
+    backend = backend.lower()
     check_backend(backend)
     with _claimed(name) as key:
         rounds = _Rounds(name, _store_at(store, rank, size, timeout), rank, size, timeout)
@@ -149,7 +155,8 @@ def _claimed(name: str) -> Iterator[tuple[int, str]]:
 
 def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta) -> dist.Store:
     if isinstance(store, dist.Store):
-        return store
+        # A client of its own: one that waits blocks all threads that share it.
+        return clone_store(store)  # type: ignore[no-any-return]
     if not isinstance(store, str):
         raise TypeError(
             f"connect(store={store!r:.80} of type {type(store).__name__}): pass a store of "
@@ -224,7 +231,13 @@ class _Rounds:
                     self._end(number)
                     continue
                 self._keys.count(f"{number} count")
-                if self._wait(number, deadline):
+                try:
+                    is_complete = self._wait(number, deadline)
+                except BaseException:  # also of a signal handler
+                    with contextlib.suppress(dist.DistError):  # the store failed
+                        self._end(number)  # the others must not wait with this rank counted
+                    raise
+                if is_complete:
                     self._end(number)  # a later `connect` uses the next round
                     return number
         except dist.DistError as error:
@@ -270,7 +283,6 @@ class _Rounds:
                 return self._is_complete(number)
             if time.monotonic() > deadline:
                 missing, refused = self._missing(number), self._lately_refused(number)
-                self._end(number)  # the others must not wait with this rank counted
                 raise RuntimeError(
                     f"connect({self._name!r}): rank {self._rank} waited {self._timeout} for "
                     f"{missing} of {self._size}. Start all processes with the same name, store "

@@ -33,6 +33,7 @@ from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 from meshverse.connection import _Rounds
 from meshverse.parallel import Piece, Reshard
+from meshverse.store import StoreKeys
 
 _TRAINERS, _ENGINES = 4, 2
 _ALL = _TRAINERS + _ENGINES
@@ -533,3 +534,52 @@ def test_two_jobs_of_two_commands_have_the_same_weights() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": bit by bit the trainer's weights; copied in ") == 3
     assert "trainer, Rank 0 receives 0 B in each run" in done.stdout
+
+
+def test_a_rank_whose_wait_was_interrupted_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreKeys, "pause_between_looks", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _Rounds("w", store, 1, 2, _LONG).join("2 processes")
+    with ThreadPoolExecutor(2) as threads:
+        joins = [
+            threads.submit(_Rounds("w", store, n, 2, _LONG).join, "2 processes") for n in (0, 1)
+        ]
+        first, second = [each.result() for each in joins]
+    assert first == second > 0
+
+
+def _connect_in_threads(address: str) -> list[float]:
+    """Connect several names at once, in another order on each rank, by one client of a store."""
+    rank, names = dist.get_rank(), [f"name {n}" for n in range(6)]
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False)
+
+    def connect(name: str) -> float:
+        with meshverse.connect(name, store, rank=rank, size=2, timeout=_LONG) as made:
+            total = torch.tensor([float(rank + 1)])
+            dist.all_reduce(total, group=made.group)
+            return total.item()
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        return list(threads.map(connect, names if rank else reversed(names)))
+
+
+def test_threads_that_share_a_store_connect_at_once(crew: Crew, address: str) -> None:
+    assert crew.run(_connect_in_threads, 2, address) == [[3.0] * 6] * 2
+
+
+@pytest.mark.parametrize("backend", ["GLOO", "cpu:Gloo"])
+def test_the_case_of_a_backends_name_does_not_matter(backend: str) -> None:
+    with meshverse.connect("w", dist.HashStore(), rank=0, size=1, backend=backend) as made:
+        assert made.size == 1
+
+
+def test_a_backend_that_is_no_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"backend=3 of type int: pass the name of a backend"):
+        meshverse.connect("w", dist.HashStore(), rank=0, size=1, backend=3)  # type: ignore[arg-type]

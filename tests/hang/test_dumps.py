@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 from helpers.hang_catalogue import CATALOGUE
 from helpers.recorded_job import BEGIN, Format, Job, Step
+from helpers.worlds import fake_world
+from meshverse._torch_compat import flight_recorder
 from meshverse.hang import write_dump
 from meshverse.hang.dumps import read_dumps
 from meshverse.hang.live import record_here
@@ -169,3 +172,25 @@ def _line_of_thread() -> str:
 def test_write_dump_needs_a_group(tmp_path) -> None:
     with pytest.raises(RuntimeError, match="no default process group"):
         write_dump(tmp_path)
+
+
+def test_a_dump_is_as_old_as_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([BEGIN, BEGIN + 60.0])
+
+    def snapshot() -> bytes:
+        next(clock)  # it takes a minute
+        return b"snapshot"
+
+    monkeypatch.setattr(flight_recorder, "not_recording_reason", str)
+    monkeypatch.setattr(flight_recorder, "recorded_pickle", snapshot)
+    with fake_world(4):
+        monkeypatch.setattr(time, "time", lambda: next(clock))
+        file = write_dump(tmp_path)
+        monkeypatch.undo()
+    assert file.stat().st_mtime == BEGIN
+
+
+def test_a_file_that_is_given_twice_is_read_once(tmp_path: Path, capsys) -> None:
+    _LATE.write(tmp_path, _NCCL)
+    main(["hang", str(tmp_path), str(tmp_path / "nccl_trace_rank_0"), "--mesh", "dp=4"])
+    assert "Left out" not in capsys.readouterr().out

@@ -117,9 +117,12 @@ def _records(groups: Mapping[str, range], calls: Mapping[int, list[Call]]) -> di
     return {rank: RankRecord(rank, BEGIN, own, dict(seen)) for rank, own in calls.items()}
 
 
+@pytest.mark.parametrize("callers", ["", ", called at /x/train.py:50 in step"])
 @pytest.mark.parametrize("doing", ["/x/data.py:99 in load_batch", "/x/train.py:20 in backward"])
-def test_a_rank_that_is_elsewhere_in_the_program_is_no_sure_deadlock(doing: str) -> None:
-    lines = "/x/train.py:20 in backward", "/x/train.py:30 in forward"
+def test_a_rank_that_is_elsewhere_in_the_program_is_no_sure_deadlock(
+    doing: str, callers: str
+) -> None:
+    lines = f"/x/train.py:20 in backward{callers}", "/x/train.py:30 in forward"
     calls = {0: [_call("dp", 5, lines[0])], 1: [_call("tp", 7, lines[1])]}
     records = _records({"dp": range(2), "tp": range(2)}, calls)
     records[0].doing, records[1].doing = doing, lines[1]

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +108,9 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
         raise RuntimeError("There is no default process group, whose rank the dump is named after.")
     file = Path(folder) / f"trace_rank_{dist.get_rank()}"
     file.parent.mkdir(parents=True, exist_ok=True)
+    taken = time.time()
     file.write_bytes(recorded_pickle())
+    os.utime(file, (taken, taken))  # when a dump was taken is read from its file
     return file
 
 
@@ -123,7 +126,8 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
         OSError: a path does not exist, or a folder cannot be listed.
         ValueError: no file is a dump.
     """
-    files = [file for path in map(Path, paths) for file in _files(path)]
+    given = [file for path in map(Path, paths) for file in _files(path)]
+    files = [*{file.resolve(): file for file in given}.values()]  # each once
     dumps = Dumps()
     ranked: list[tuple[int, Path]] = []
     for file in files:

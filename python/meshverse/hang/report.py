@@ -415,7 +415,9 @@ class ReportFormatter(NamedTuple):
         call, who = missing.elsewhere, self.ranks([missing.rank])
         if call is None:
             return ""
-        if call.progress is Progress.CALLED and missing.doing not in ("", call.line) and call.line:
+        # Callers are listed where several lines make one call.
+        doing, line = (each.partition(CALLED_AT)[0] for each in (missing.doing, call.line))
+        if call.progress is Progress.CALLED and doing not in ("", line) and line:
             return (
                 f"But {who} is at {short_line(missing.doing)}: if that does not wait for its "
                 f"{call.operation}, such as with async_op=True, look there."
