@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["keeping_attributes", "second_holders", "why_weight_is_not_split"]
+from .trials import OF_EVERY_MODULE
 
-_TABLES = frozenset(vars(nn.Module()))  # torch's own attributes of a module
+__all__ = ["keeping_attributes", "second_holders", "why_weight_is_not_split"]
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def second_holders(model: nn.Module) -> dict[str, str]:
             continue  # it notices itself, as nn.LSTM does
         for attribute, value in vars(module).items():
             # Before each forward, a hook of torch computes "weight" from "weight_orig".
-            if attribute in _TABLES or f"{attribute}_orig" in module._parameters:
+            if attribute in OF_EVERY_MODULE or f"{attribute}_orig" in module._parameters:
                 continue
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):

@@ -509,8 +509,9 @@ def _check_one_dtype(model: nn.Module, experts: Sequence[str]) -> None:
     for layer, names in found.items():
         if len(names) > 1:
             where = f"layer {layer!r}" if layer else "rest, outside of its layers,"
+            found_in = ", ".join(f"{kind} ({name!r})" for kind, name in names.items())
             raise ValueError(
                 f"FSDP2 cannot shard {type(model).__name__}: its {where} has trainable parameters "
-                f"of several dtypes, { ({str(kind): name for kind, name in names.items()}) }, and "
-                "their gradients are reduced together. Give them one dtype, or freeze some first."
+                f"of several dtypes, {found_in}. Their gradients are reduced together: give them "
+                "one dtype, or freeze some first."
             )

@@ -50,10 +50,11 @@ class _Check:
         if any(each.requires_grad for each in seen):
             self._is_done = True
         elif any(each.requires_grad for each in unseen):
+            last = "dicts and dataclasses" if FSDP2_SEES_DATACLASSES else "and dicts"
             raise TypeError(
                 f"FSDP2 finds no tensor in the output of {self._what}, a {type(output).__name__}. "
-                "It looks into tuples, lists, dicts and, from torch 2.13 on, dataclasses only: the "
-                "layer's parameters would get no gradients. Return one of these."
+                f"In this version of torch, it looks only into tuples, lists, {last}. So the "
+                "parameters would get no gradients. Return one of these."
             )
 
 
