@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from meshverse._torch_compat.backends import check_backend, is_backend_options
+from meshverse._torch_compat.backends import check_backend, check_is_built, is_backend_options
 from meshverse._torch_compat.c10d_creation import create_connected
 from meshverse._torch_compat.c10d_groups import clone_store, end_group, find_c10d_group
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
@@ -38,6 +38,8 @@ from meshverse.store import StoreKeys
 from meshverse.wording import rank_ranges
 
 _SHOWN = 8  # missing ranks that an error names at most
+_LOOKED_UP = 1024  # ranks that are looked up in one operation of the store
+_MOST_PROCESSES, _LONGEST_NAME = 2**20, 200
 
 
 def connect(
@@ -67,11 +69,11 @@ def connect(
 
     Raises:
         ValueError: an argument is not valid, the size or backend differs from that of another
-            process, another live process has this rank, or this process has an open connection of
-            this name.
+            process, another live process has this rank, this torch was built without the backend,
+            or this process has an open connection of this name.
         TypeError: `store` is neither a store nor an address, `rank` or `size` is no integer, the
-            timeout is not a timedelta, `backend` is no string, or `options` is not an options
-            object.
+            timeout is not a timedelta, `name` or `backend` is no string, or `options` is not an
+            options object.
         RuntimeError: some processes did not join in time (the error names their ranks), the store
             cannot be reached, or c10d could not connect the processes.
 
@@ -80,11 +82,21 @@ def connect(
         ...     "weights", "10.0.0.1:29700", rank=dist.get_rank(), size=6
         ... )  # doctest: +SKIP
     """
+    if isinstance(rank, bool) or isinstance(size, bool):
+        raise TypeError(f"connect(rank={rank!r}, size={size!r}): pass integers.")
     rank, size = operator.index(rank), operator.index(size)
-    if not 0 <= rank < size:
-        raise ValueError(f"connect(rank={rank}, size={size}): ranks run from 0 to size - 1.")
-    if not name:
-        raise ValueError(f"connect({name!r}): pass a name, the same in all processes.")
+    if not 0 <= rank < size <= _MOST_PROCESSES:
+        raise ValueError(
+            f"connect(rank={rank}, size={size}): ranks run from 0 to size - 1, and a connection "
+            f"has at most {_MOST_PROCESSES:,} processes."
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"connect({name!r:.80} of type {type(name).__name__}): pass a string.")
+    if not 0 < len(name) <= _LONGEST_NAME:
+        raise ValueError(
+            f"connect({name[:80]!r}): pass a name of 1 to {_LONGEST_NAME} characters, the same in "
+            "all processes."
+        )
     check_timeout(timeout)
     if options is not None and not is_backend_options(options):
         raise TypeError(
@@ -100,6 +112,7 @@ def connect(
         )
     backend = backend.lower()
     check_backend(backend)
+    check_is_built(backend)
     with _claimed(name) as key:
         rounds = _Rounds(name, _store_at(store, rank, size, timeout), rank, size, timeout)
         number = rounds.join(f"{size} processes, backend {backend}")
@@ -176,8 +189,13 @@ def _store_at(store: dist.Store | str, rank: int, size: int, timeout: timedelta)
         return found
     except dist.DistError as error:
         raise RuntimeError(
-            f"connect(rank={rank}): no store answered at {store} within {timeout}. The process of "
-            f"rank 0 starts it there, when it connects: {str(error).splitlines()[0]}"
+            (
+                f"connect(rank=0): this process could not start a store at {store}"
+                if rank == 0
+                else f"connect(rank={rank}): no store answered at {store} within {timeout}. The "
+                "process of rank 0 starts it there, when it connects"
+            )
+            + f": {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -281,11 +299,11 @@ class _Rounds:
                 if refused := self._keys.read(f"{number} error"):
                     raise ValueError(f"connect({self._name!r}): {refused}")
                 return self._is_complete(number)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not self._is_complete(number):
                 missing, refused = self._missing(number), self._lately_refused(number)
                 raise RuntimeError(
                     f"connect({self._name!r}): rank {self._rank} waited {self._timeout} for "
-                    f"{missing} of {self._size}. Start all processes with the same name, store "
+                    f"{missing}. Start all processes with the same name, store "
                     "and size, and each with a different rank."
                     + (f" An earlier error of one of them: {refused}" if refused else "")
                 )
@@ -294,7 +312,8 @@ class _Rounds:
 
     def _missing(self, number: int) -> str:
         """Return the ranks that have not joined a round, in words."""
-        missing, blocks = list[int](), [range(self._size)]
+        missing, everyone = list[int](), range(self._size)
+        blocks = [everyone[i : i + _LOOKED_UP] for i in everyone[::_LOOKED_UP]][::-1]
         while blocks and len(missing) <= _SHOWN:
             block = blocks.pop()
             if self._keys.have_all([f"{number} {rank}" for rank in block]):
@@ -304,8 +323,12 @@ class _Rounds:
                 blocks += [block[half:], block[:half]]
             else:
                 missing.append(block[0])
+        if not missing:
+            return "a process that ended as it joined"
         more = " and more" * (len(missing) > _SHOWN)
-        return f"rank{'s' * (len(missing) != 1)} {rank_ranges(missing[:_SHOWN])}{more}"
+        return (
+            f"rank{'s' * (len(missing) != 1)} {rank_ranges(missing[:_SHOWN])}{more} of {self._size}"
+        )
 
 
 class Connection:
@@ -346,8 +369,8 @@ class Connection:
         except RuntimeError as error:
             self._end()
             raise RuntimeError(
-                f"connect({name!r}): rank {rank} could not be connected with the others. One of "
-                f"them may have ended meanwhile: {error}"
+                f"connect({name!r}): rank {rank} could not be connected with the others, perhaps "
+                f"because one of them has ended meanwhile: {error}"
             ) from error
         except BaseException:
             self._end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -223,13 +224,18 @@ def test_a_side_that_dies_is_an_error_on_both(crew: Crew, tmp_path: Path, addres
         ({"rank": 6}, ValueError, r"connect\(rank=6, size=6\): ranks run from 0"),
         ({"rank": -1}, ValueError, "ranks run from 0"),
         ({"rank": 0.5}, TypeError, "integer"),
+        ({"rank": False}, TypeError, r"rank=False, size=6\): pass integers"),
+        ({"size": 2**21}, ValueError, "a connection has at most 1,048,576 processes"),
         ({"name": ""}, ValueError, "pass a name"),
+        ({"name": "w" * 201}, ValueError, "pass a name of 1 to 200 characters"),
+        ({"name": b"w"}, TypeError, r"connect\(b'w' of type bytes\): pass a string"),
         ({"timeout": 3}, TypeError, "timedelta"),
         ({"timeout": timedelta(0)}, ValueError, "at least a millisecond"),
         ({"store": 29500}, TypeError, "host:port"),
         ({"store": "localhost"}, ValueError, "host:port"),
         ({"store": "localhost:x"}, ValueError, "host:port"),
         ({"backend": "nope"}, ValueError, "nope"),
+        ({"backend": "cpu:gloo,cpu:mpi"}, ValueError, "'mpi' .*: this torch was built without it"),
         ({"options": object()}, TypeError, "ProcessGroupNCCL.Options"),
     ],
 )
@@ -252,6 +258,47 @@ def test_without_a_store_the_address_is_named(address: str) -> None:
     with pytest.raises(RuntimeError, match=f"no store answered at {address}.*rank 0 starts it"):
         # short-timeout: it must elapse
         meshverse.connect("nobody", address, rank=1, size=2, timeout=timedelta(seconds=1))
+
+
+def test_rank_0_says_that_it_could_not_start_the_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:  # no store
+        address = f"127.0.0.1:{other.getsockname()[1]}"  # port: it stays bound
+        with pytest.raises(RuntimeError, match=f"could not start a store at {address}: .*in use"):
+            # short-timeout: it must elapse
+            meshverse.connect("taken", address, rank=0, size=2, timeout=timedelta(seconds=1))
+
+
+def test_missing_ranks_of_many_are_named() -> None:
+    n_ranks = 200_000  # of as many keys at once, torch's store closes the connection
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    rounds = _Rounds("w", store, 0, n_ranks, _LONG)
+    keys = StoreKeys(dist.PrefixStore("meshverse connection w", store), "rounds", n_ranks)
+    for rank in (0, 1, 3, 4, 5, 6, 7, 8, 9):
+        keys.write(f"0 {rank}", "here")
+    assert rounds._missing(0) == "ranks 2, 10-16 and more of 200000"
+
+
+def test_who_arrives_at_the_last_moment_is_not_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+    first = _Rounds("w", store, 0, 2, timedelta(0))
+
+    def arrives() -> int:
+        first._keys.count("0 count")
+        return 0
+
+    first._keys.count("0 count")
+    monkeypatch.setattr(first, "_current", arrives)
+    assert first._wait(0, deadline=0.0)
+
+
+def test_a_process_that_died_as_it_joined_is_not_said_to_be_rank_none() -> None:
+    store = dist.HashStore()
+    died = _Rounds("w", store, 1, 2, _LONG)
+    died._keys.put_first("0 1", "an attempt")  # and has not been counted
+    with pytest.raises(RuntimeError, match=r"waited .* for a process that ended as it joined\."):
+        _Rounds("w", store, 0, 2, timedelta(0)).join("2 processes")
 
 
 def test_a_process_without_a_world_connects_alone() -> None:

@@ -131,7 +131,9 @@ def test_sends_and_receives_of_gloo_alone_are_said_to_be_unrecorded(tmp_path, ca
         ("dp=2 dp=2", "each axis has one name"),
         ("dp=0", "a size of at least 1"),
         ("dp=4 tp", "is neither a file nor the sizes of a mesh's axes"),
-        ("no/such/file", "No such file"),
+        ("no/such/file", "is neither a file nor the sizes of a mesh's axes"),
+        ("", "--mesh '' is neither a file nor the sizes"),
+        (".", "is neither a file nor the sizes"),
     ],
 )
 def test_wrong_sizes_of_a_mesh(mesh: str, message: str, tmp_path: Path, capsys) -> None:

@@ -90,7 +90,7 @@ def test_ranks_in_descriptions_say_who_is_missing_without_a_mesh(tmp_path: Path,
     assert "The dumps do not say" not in out
     _write(tmp_path, _GLOO, described=False)
     assert main(["hang", str(tmp_path)]) == 1
-    assert "The dumps do not say which ranks this group has" in capsys.readouterr().out
+    assert "Which other ranks it has is not recorded: pass --mesh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

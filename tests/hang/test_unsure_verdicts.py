@@ -29,7 +29,8 @@ def _said(
     dumps: Mapping[int, dict[str, Any]],
     folder: Path,
     capsys: pytest.CaptureFixture[str],
-    written: Mapping[int, int] | None = None,
+    written: Mapping[int, float] | None = None,
+    status: int = 1,
 ) -> str:
     """Return what the command says of dumps. Keys of `written` are ranks, values times of files."""
     for rank, dump in dumps.items():
@@ -37,7 +38,7 @@ def _said(
         path.write_bytes(pickle.dumps(dump))
         at = BEGIN + (written or {}).get(rank, 600)
         os.utime(path, (at, at))
-    assert main(["hang", str(folder)]) == 1
+    assert main(["hang", str(folder)]) == status
     return capsys.readouterr().out
 
 
@@ -51,7 +52,7 @@ def test_a_rank_above_all_dumps_may_have_died(of: Format, tmp_path: Path, capsys
     for dump in dumps.values() if of is _NCCL else ():
         dump["pg_config"]["0"]["ranks"] = "[]"  # as of a second default group
     said = _said(dumps, tmp_path, capsys)
-    assert "all known ranks of this group have made the call. The dumps do not say which" in said
+    assert "all known ranks of this group have made the call. Which other ranks it has" in said
 
 
 def test_ranks_that_a_dump_lists_stay_when_dumps_of_a_larger_job_lie_beside(
@@ -67,6 +68,29 @@ def test_ranks_that_a_dump_lists_stay_when_dumps_of_a_larger_job_lie_beside(
     said = _said(dumps, tmp_path, capsys, written)
     assert "all_reduce number 4 on the default group, ranks 0-3," in said
     assert "Verdict: rank 3 has not called it." in said
+
+
+@pytest.mark.parametrize("of", [_GLOO, _NCCL])
+def test_a_call_that_was_just_made_may_not_be_stuck(of: Format, tmp_path: Path, capsys) -> None:
+    dumps = Job([[_SUM, _SUM]] * 3 + [[_SUM, _STOPS]]).dumps(of)
+    last = max(entry["time_created_ns"] for entry in dumps[0]["entries"]) / 1e9 - BEGIN
+    young = dict.fromkeys(range(4), last + 0.25)
+    said = _said(dumps, tmp_path, capsys, young, status=0)
+    assert "Pending: all_reduce number 2 on the default group, ranks 0-3" in said
+    assert "Verdict: this call may not be stuck: it was 250 ms old when its ranks were" in said
+    assert "If it is: rank 3 has not called it." in said
+    one_old = young | {1: last + 30}  # one rank that has waited is enough
+    said = _said(dumps, tmp_path, capsys, one_old)
+    assert "Stuck: all_reduce number 2" in said
+    assert "may not be stuck" not in said
+
+
+def test_calls_that_differ_are_wrong_at_any_age(tmp_path: Path, capsys) -> None:
+    dumps = Job([[_SUM, _SUM], [_SUM, Step("broadcast", "world")]]).dumps(_NCCL)
+    last = max(entry["time_created_ns"] for entry in dumps[0]["entries"]) / 1e9 - BEGIN
+    said = _said(dumps, tmp_path, capsys, dict.fromkeys(range(2), last + 0.25))
+    assert "Verdict: the ranks make different calls" in said
+    assert "may not be stuck" not in said
 
 
 def test_sends_do_not_hide_the_collectives_of_their_group(tmp_path: Path, capsys) -> None:

@@ -169,7 +169,7 @@ def test_a_receive_that_follows_one_that_was_stuck_is_reported_too(caplog, monke
         second = first._replace(since=now - 70)
         record = RankRecord(1, now, [first], {"7": GroupSeen("axis pp", [1, 3])})
         monkeypatch.setattr(watched, "_record", lambda *, with_lines: record)
-        monkeypatch.setattr("meshverse.hang.watch.find_stuck", lambda records, is_stuck: [])
+        monkeypatch.setattr("meshverse.hang.watch.find_stuck", lambda records, shortest: [])
         watched._report_alone([first])
         record.calls = [second]
         watched._log_ended()
@@ -209,7 +209,7 @@ def test_a_call_that_ended_is_named_as_in_the_report(caplog, monkeypatch) -> Non
         ]
         record = RankRecord(1, now, pending, groups)
         monkeypatch.setattr(watched, "_record", lambda *, with_lines: record)
-        monkeypatch.setattr("meshverse.hang.watch.find_stuck", lambda records, is_stuck: [])
+        monkeypatch.setattr("meshverse.hang.watch.find_stuck", lambda records, shortest: [])
         watched._report_alone(pending)
         record.calls = [pending[1]._replace(peer=0)]
         caplog.clear()

@@ -93,6 +93,16 @@ def check_backend(backend: str) -> None:
             )
 
 
+def check_is_built(backend: str) -> None:
+    """Raise ValueError if this torch was built without a backend, such as NCCL."""
+    for name in sorted(_names(backend)):
+        if not dist.is_backend_available(name):
+            raise ValueError(
+                f"Backend {name!r} of {backend!r} is not available: this torch was built without "
+                "it. Pass another one, or install a torch with it."
+            )
+
+
 def by_device(backend: str) -> Mapping[str, str]:
     """Return the backend of each device type."""
     return c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()

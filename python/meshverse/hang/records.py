@@ -158,6 +158,10 @@ class RankRecord:
     is_cut: bool = False
     has_p2p: bool = True
 
+    def age_of(self, call: Call) -> float:
+        """Return the time from a pending call to this record, in seconds."""
+        return max(self.time - call.since, 0.0)  # the clock may have been set
+
     def pending(self) -> list[Call]:
         """Return the calls that are not over, oldest first."""
         return [call for call in self.calls if not call.is_done]

@@ -63,11 +63,19 @@ class ReportFormatter(NamedTuple):
         coordinates: function that returns the coordinates of a rank.
         no_record: why ranks have no record.
         why_no_dump: function that returns why there is no dump of a rank; "" if it is not known.
+        shortest: time, in seconds, under which a pending call may well not be stuck.
+        whose_ranks: what to do if the ranks of a group are not known; "" if that is not known.
     """
 
     coordinates: Coordinates = lambda _: {}
     no_record: NoRecord = NoRecord.NO_DUMP
     why_no_dump: Callable[[int], str] = lambda _: ""
+    shortest: float = 0.0
+    whose_ranks: str = ""
+
+    def may_be_short(self, one: Stuck) -> bool:
+        """Return whether a call is so young that it may not be stuck; a mismatch is at any age."""
+        return one.seconds < self.shortest and one.cause is not Cause.MISMATCH
 
     def text(self, stuck: Sequence[Stuck], about: Sequence[Stuck] | None = None) -> str:
         """Return one paragraph per stuck call, and one on groups that several axes share.
@@ -149,9 +157,9 @@ class ReportFormatter(NamedTuple):
         )
         call = call._replace(operation=" or ".join(operations) or call.operation)
         yield (
-            f"Stuck: {self.call(call, one.seen)}"
+            f"{'Pending' if self.may_be_short(one) else 'Stuck'}: {self.call(call, one.seen)}"
             + (f", {tensors}" if tensors else "")
-            + f", for {one.seconds:,.0f} s"
+            + f", for {_time(one.seconds)}"
         )
         held = {each.rank for each in one.held}
         there = {rank: call for rank, call in one.waiting.items() if rank not in held}
@@ -235,6 +243,15 @@ class ReportFormatter(NamedTuple):
             one: the call.
             by_name: all stuck calls, by name.
         """
+        said = self._verdict(one, by_name)
+        if not self.may_be_short(one):
+            return said
+        return (
+            f"this call may not be stuck: it was {_time(one.seconds)} old when its ranks were "
+            f"recorded. If it is: {said}"
+        )
+
+    def _verdict(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
         if one.cause is Cause.DEADLOCK:
             return self._deadlock(one, by_name)
         if one.cause is Cause.MISMATCH:
@@ -253,9 +270,10 @@ class ReportFormatter(NamedTuple):
                 "Which one should is not known: look at the ranks that may send."
             )
         if not one.is_whole:
+            cure = f": {self.whose_ranks}" if self.whose_ranks else ""
             return (
-                "all known ranks of this group have made the call. The dumps do not say which "
-                "ranks this group has: pass --mesh to find out which are missing."
+                "all known ranks of this group have made the call. Which other ranks it has is "
+                f"not recorded{cure}."
             )
         return self._what_is_unknown(one)
 
@@ -538,7 +556,7 @@ class ReportFormatter(NamedTuple):
         if self.no_record is NoRecord.NO_ANSWER:
             return (
                 f"{who} {'are' if are_several else 'is'} not responding. Check on the host whether "
-                "the process has died or was stopped."
+                "the process has died, was stopped, or gets no CPU time."
             )
         if self.no_record is NoRecord.NO_STORE:
             they = "they" if are_several else "it"
@@ -553,7 +571,7 @@ class ReportFormatter(NamedTuple):
 
 _WITHOUT_RECORD = {
     NoRecord.NO_DUMP: "no dump",
-    NoRecord.NO_ANSWER: "not responding: dead, stopped, in code that holds Python's global "
+    NoRecord.NO_ANSWER: "not responding: dead, stopped, slow, in code that holds Python's global "
     "interpreter lock,\n                 or without meshverse.watch()",
     NoRecord.NO_STORE: "flight recorder unreadable",
 }
@@ -632,6 +650,10 @@ def _out_of_step_data(one: OutOfStep) -> dict[str, Any]:
         "number": one.number,
         "calls": [{"rank": rank, **_data(call)} for rank, call in one.calls.items()],
     }
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def _tensors(call: Call) -> str:

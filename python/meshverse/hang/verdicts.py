@@ -177,18 +177,17 @@ class Stuck:
         yield from self.held
 
 
-def find_stuck(
-    records: Mapping[int, RankRecord], is_stuck: Callable[[Call], bool] | None = None
-) -> list[Stuck]:
+def find_stuck(records: Mapping[int, RankRecord], shortest: float = 0.0) -> list[Stuck]:
     """Find the stuck calls, in the order of `Cause`.
 
     Args:
         records: records of ranks, by global rank.
-        is_stuck: returns whether a pending call counts as stuck; by default all do.
+        shortest: time, in seconds, after which a call that is pending in a record counts as stuck.
+            It ends with the record: the call may have been over since.
     """
-    graph = _WaitForGraph(_with_distinct_names(records))
-    graph.add_collectives(is_stuck or (lambda _: True))
-    graph.add_pairs(is_stuck or (lambda _: True))
+    graph = _WaitForGraph(_with_distinct_names(records), shortest)
+    graph.add_collectives()
+    graph.add_pairs()
     graph.find_causes()
     order = [*Cause]
     found = graph.found.values()
@@ -224,11 +223,12 @@ class _WaitForGraph:
 
     Args:
         records: records of ranks, by global rank; a name is that of one group.
+        shortest: time, in seconds, after which a pending call counts as stuck.
     """
 
-    def __init__(self, records: Mapping[int, RankRecord]) -> None:
+    def __init__(self, records: Mapping[int, RankRecord], shortest: float) -> None:
         self.found: dict[str, Stuck] = {}
-        self._records = records
+        self._records, self._shortest = records, shortest
         self._fronts = {rank: record.fronts() for rank, record in records.items()}
         self._seen: dict[str, GroupSeen] = {}
         for record in records.values():
@@ -238,7 +238,7 @@ class _WaitForGraph:
 
     # --- stuck calls --------------------------------------------------------------------------
 
-    def add_collectives(self, is_stuck: Callable[[Call], bool]) -> None:
+    def add_collectives(self) -> None:
         """Add the collective that each group is stuck in."""
         by_group: dict[str, dict[int, list[Call]]] = {}
         for rank, record in self._records.items():
@@ -248,12 +248,15 @@ class _WaitForGraph:
         for name, calls in by_group.items():
             pending = [
                 call.number
-                for of_rank in calls.values()
+                for rank, of_rank in calls.items()
                 for call in of_rank
-                if not call.is_done and is_stuck(call)
+                if not call.is_done and self._is_stuck(rank, call)
             ]
             if pending:
                 self._add_collective(name, min(pending), calls)
+
+    def _is_stuck(self, rank: int, call: Call) -> bool:
+        return self._records[rank].age_of(call) >= self._shortest
 
     def _add_collective(self, name: str, number: int, calls: Mapping[int, Sequence[Call]]) -> None:
         waiting: dict[int, Call] = {}
@@ -279,17 +282,17 @@ class _WaitForGraph:
             whole = seen._replace(ranks=list(members))
             self._add(name, name, whole, waiting, past, missing, differing, is_whole)
 
-    def add_pairs(self, is_stuck: Callable[[Call], bool]) -> None:
+    def add_pairs(self) -> None:
         """Add the pending sends and receives. The first ones of two ranks belong together."""
         pairs: dict[tuple[str, int, int], dict[int, Call]] = {}
         for rank, record in self._records.items():
             for call in record.pending():
                 if (pair := self._pair(rank, call)) is not None:
                     pairs.setdefault(pair, {}).setdefault(rank, call)
-                elif call.peer == ANY_SOURCE and is_stuck(call):
+                elif call.peer == ANY_SOURCE and self._is_stuck(rank, call):
                     self._add_receive_from_any(rank, call)
         for (group, sender, receiver), waiting in pairs.items():
-            if any(map(is_stuck, waiting.values())):
+            if any(self._is_stuck(rank, call) for rank, call in waiting.items()):
                 both = sorted((sender, receiver))
                 missing = [rank for rank in both if rank not in waiting]
                 differing = {} if missing else _differing(waiting, is_complete=True)

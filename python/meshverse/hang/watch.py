@@ -276,6 +276,9 @@ class _WatchedWorld:
     ) -> None:
         self.world, self.place = world, (world, world.run)
         self._seconds, self._on_stuck = seconds, on_stuck
+        # Other calls stuck for the same reason may have begun a little later than the one that
+        # raises an alarm: at an alarm, calls older than half the limit are included.
+        self._shortest = seconds / 2
         self._next_alarm: int | None = None  # None until the first look
         # Status of each group of the recorders, since when, and when no recorded call was pending.
         self._unchanged: dict[tuple[int, str], tuple[object, float]] = {}
@@ -334,13 +337,14 @@ class _WatchedWorld:
         record = self._record(with_lines=False)
         if not any(call.number for call in record.pending()):  # of those that are recorded
             self._settled |= {group: numbers for group, (numbers, _) in self._unchanged.items()}
-        return [call for call in record.pending() if self._is_stuck(call) and self._is_due(call)]
+        return [
+            call
+            for call in record.pending()
+            if record.age_of(call) >= self._seconds and self._is_due(call)
+        ]
 
     def _record(self, *, with_lines: bool, n_kept: int = KEPT) -> RankRecord:
         return record_here(self.world.rank, with_lines=with_lines, n_kept=n_kept)
-
-    def _is_stuck(self, call: Call) -> bool:
-        return time.time() - call.since >= self._seconds
 
     def _is_due(self, call: Call) -> bool:
         """Return whether a call was not reported, or has to be examined again."""
@@ -375,9 +379,7 @@ class _WatchedWorld:
         # After this time, the other ranks have seen the alarm.
         if is_over.wait(pause + _SECONDS_TO_ANSWER):
             return
-        # Other calls stuck for the same reason may have begun a little later than the one that
-        # raised the alarm: calls older than half the limit are included.
-        waiting = [call for call in record.pending() if self._has_waited(call)]
+        waiting = [call for call in record.pending() if record.age_of(call) >= self._shortest]
         mine = {call.group: call for call in reversed(waiting)}
         reporters: dict[str, bool] = {}
         earlier = dict(self._reported)
@@ -446,7 +448,7 @@ class _WatchedWorld:
                 break
             if is_over.wait(_SECONDS_TO_ANSWER):
                 return None, None
-        stuck = find_stuck(records, self._has_waited)
+        stuck = find_stuck(records, self._shortest)
         own = next((one for one in stuck if one.group == group), None)
         if own is None or (is_again and own.cause is Cause.FOLLOWS):
             return None, None
@@ -475,10 +477,6 @@ class _WatchedWorld:
                 text, data = json.loads(verdict)
                 self._call(Hang(text, data, False))
 
-    def _has_waited(self, call: Call) -> bool:
-        """Return whether a call, of any rank, has waited for at least half the limit."""
-        return time.time() - call.since >= self._seconds / 2
-
     def _report_alone(self, stuck: list[Call]) -> None:
         """Log what this rank knows without the other ranks' records."""
         new = [
@@ -489,7 +487,7 @@ class _WatchedWorld:
         if not new:
             return
         record = self._record(with_lines=True)
-        found = find_stuck({self.world.rank: record}, self._is_stuck)
+        found = find_stuck({self.world.rank: record}, self._seconds)
         formatter = ReportFormatter(live_coordinates, NoRecord.NO_STORE)
         for call in new:
             what = _in_words(call, record)

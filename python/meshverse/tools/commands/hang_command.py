@@ -30,13 +30,15 @@ When NCCL's watchdog finds a timeout, torch writes a dump on each rank. The file
 TORCH_FR_DUMP_TEMP_FILE (older versions: TORCH_NCCL_DEBUG_INFO_TEMP_FILE) followed by the rank.
 Other files in the folder, and dumps of another hang, are left out and named.
 mesh.json contains what mesh.universe.explain().to_json() returns on any rank. The exit status is 0
-if nothing is stuck, 1 if something is, and 2 if there is no dump.
+if nothing is stuck, 1 if something is, and 2 if there is no dump. A call that was made less than a
+second before the dumps may not be stuck: it is printed, and counts only if the ranks' calls differ.
 """
 
 
 _MOST_FOLLOWERS = 8  # calls that follow from others and are printed
 _MOST_LEFT_OUT = 8  # files that are named
 _SECONDS_BETWEEN = 10.0  # two questions to RAS
+_SHORTEST_SECONDS = 1.0  # under which a call that a dump has as pending may not be stuck
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -101,9 +103,15 @@ def _read(arguments: argparse.Namespace) -> int:
         from meshverse.hang.skips import find_skips
 
         find_skips(stuck, stuck, dumps.history)
-    formatter = ReportFormatter(why_no_dump=dumps.why_missing)
+    formatter = ReportFormatter(
+        why_no_dump=dumps.why_missing,
+        shortest=_SHORTEST_SECONDS,
+        whose_ranks="pass --mesh to find out which are missing",
+    )
     if names is not None:
-        formatter = formatter._replace(coordinates=names.coordinates)
+        formatter = formatter._replace(
+            coordinates=names.coordinates, whose_ranks="--mesh has no such group"
+        )
     if arguments.json:
         print(json.dumps(formatter.data(stuck)))  # noqa: T201  # the command's output
     elif stuck:
@@ -117,15 +125,14 @@ def _read(arguments: argparse.Namespace) -> int:
     else:
         print(_nothing_is_pending(dumps))  # noqa: T201
     _name_left_out(dumps, print_beside if arguments.json else print)
-    return 1 if stuck else 0
+    return 0 if all(map(formatter.may_be_short, stuck)) else 1
 
 
 def _names(mesh: str) -> MeshNames | MeshSizes:
     from meshverse.hang.named_groups import MeshNames, MeshSizes
 
-    if Path(mesh).exists() or "=" not in mesh:
-        return MeshNames.of_file(mesh)
-    return MeshSizes.of_text(mesh)
+    is_file = bool(mesh) and Path(mesh).exists() and not Path(mesh).is_dir()
+    return MeshNames.of_file(mesh) if is_file else MeshSizes.of_text(mesh)
 
 
 def _nothing_is_pending(dumps: Dumps) -> str:
