@@ -189,6 +189,8 @@ _FOUR = Topology({"node": list("aabb")})
         (lambda: _FOUR.order((2, 2), None, {"tp": 2}), "the axes are []"),
         (lambda: _FOUR.order((2, 2), ("dp", "tp"), {"tp": -1}), "traffic['tp']=-1: give a finite"),
         (lambda: _FOUR.order((2, 2), ("dp", "tp"), {"tp": math.nan}), "traffic['tp']=nan"),
+        (lambda: _FOUR.order((2, 2), ("dp", "tp"), {"tp": 10**400}), "traffic['tp']=1000"),
+        (lambda: Topology.uniform(10**12, node_size=8), "world_size=1000000000000: give an int"),
         (lambda: _FOUR.order((2, 2), ("dp", "tp"), {"tp": True}), "traffic['tp']=True"),
         (lambda: _FOUR.order((2, 2), factors={"rack": 2}), "the levels are ['node']"),
         (

@@ -149,6 +149,7 @@ def test_slurms_address_tells_the_switches_of_a_job_on_one_node(environment) -> 
         ({**_TORCHRUN, "WORLD_SIZE": "x"}, "WORLD_SIZE='x' in the environment is not a number"),
         ({"SLURM_NODELIST": "a,b"}, "names 2 nodes, but SLURM_TASKS_PER_NODE is not set"),
         ({**_SLURM, "SLURM_JOB_NODELIST": "a,b"}, "names 2 nodes, but tasks for 3"),
+        ({**_SLURM, "SLURM_JOB_NODELIST": "a,b,a"}, "Slurm names a node twice: a,b,a"),
         ({**_SLURM, "SLURM_NTASKS": "4"}, "Slurm runs 5 tasks (SLURM_TASKS_PER_NODE=2(x2),1)"),
         ({**_SLURM, "WORLD_SIZE": "40"}, "but WORLD_SIZE=40: the ranks of the job are not"),
         ({**_SLURM, "SLURM_DISTRIBUTION": "plane=2"}, "SLURM_DISTRIBUTION=plane=2 is not"),
@@ -271,6 +272,9 @@ def test_what_a_file_tells_is_not_given_beside_it(tmp_path: Path) -> None:
     (tmp_path / "topology.conf").write_text(_TREE)
     with pytest.raises(ValueError, match=re.escape("Give node_size=, an int above 0; got None")):
         Topology.from_file(tmp_path / "topology.conf")
+    (tmp_path / "notes.txt").write_text("root:x:0:0\n")
+    with pytest.raises(ValueError, match=r"'root:x:0:0' is not of the form Name=value"):
+        Topology.from_file(tmp_path / "notes.txt")
 
 
 # --- made by hand --------------------------------------------------------------------------------

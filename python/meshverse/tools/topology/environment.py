@@ -93,6 +93,11 @@ def _of_slurm(environment: Mapping[str, str]) -> list[str]:
             f"Slurm names {counted(len(hosts), 'node')}, but SLURM_TASKS_PER_NODE is not set: "
             f"start the ranks with srun. {_CURE}"
         )
+    if len(set(hosts)) < len(hosts):
+        raise ValueError(
+            f"Slurm names a node twice: {_slurm(environment, 'NODELIST')}. Which ranks run on it "
+            f"is not known. {_CURE}"
+        )
     tasks = expand_tasks(given)
     if len(tasks) != len(hosts):
         raise ValueError(

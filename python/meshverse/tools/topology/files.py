@@ -15,10 +15,8 @@ import torch
 
 from meshverse._torch_compat.tracing import outside_torch_modes
 
-from .levels import Level, level_of
+from .levels import LARGEST_WORLD, Level, level_of
 from .slurm import Network, expand_hosts, read_network
-
-_LARGEST_WORLD = 1 << 24
 
 _MOST_GAPS, _MOST_CHARACTERS = 100, 200  # shown in a message
 
@@ -142,12 +140,12 @@ def _read_ranks(given: Any, where: str) -> list[tuple[int, int]]:
             # At most 12 digits: no rank has more, and int() refuses numbers of very many.
             found = re.fullmatch(r"\s*([0-9]{1,12})(?:\s*-\s*([0-9]{1,12}))?\s*", piece)
             ranges.append((int(found[1]), int(found[2] or found[1])) if found else (1, 0))
-    if not ranges or not all(0 <= first <= last < _LARGEST_WORLD for first, last in ranges):
+    if not ranges or not all(0 <= first <= last < LARGEST_WORLD for first, last in ranges):
         text = repr(given)
         shown = text[:_MOST_CHARACTERS] + "..." * (len(text) > _MOST_CHARACTERS)
         raise ValueError(
             f'{shown} is not a list of ranks, for {where}: write it as in "0-7,16-23", with ranks '
-            f"below {_LARGEST_WORLD}."
+            f"below {LARGEST_WORLD}."
         )
     return ranges
 
@@ -167,12 +165,12 @@ def _levels_of_network(
         ValueError: the file is malformed; a node is not in it, or is listed twice in `nodes`; or
             `node_size` is missing or too large.
     """
+    network = read_network(text, source)
     if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1:
         raise ValueError(
             f"{source} is a topology.conf of Slurm, which does not say how many ranks run on each "
             f"node. Give node_size=, an int above 0; got {node_size!r}."
         )
-    network = read_network(text, source)
     if nodes is None:
         nodes = network.nodes
     elif isinstance(nodes, str):
@@ -182,9 +180,9 @@ def _levels_of_network(
             f"{repeated[0]!r} is in nodes= twice. Name each node once: it gets node_size= "
             "consecutive ranks."
         )
-    if len(nodes) * node_size > _LARGEST_WORLD:
+    if len(nodes) * node_size > LARGEST_WORLD:
         raise ValueError(
-            f"{len(nodes)} nodes of {node_size} ranks have more than {_LARGEST_WORLD} ranks: "
+            f"{len(nodes)} nodes of {node_size} ranks have more than {LARGEST_WORLD} ranks: "
             "node_size= is the number of ranks on one node."
         )
     return levels_on_nodes([node for node in nodes for _ in range(node_size)], network)

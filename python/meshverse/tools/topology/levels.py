@@ -15,6 +15,8 @@ import torch
 from meshverse._torch_compat.tracing import outside_torch_modes
 from meshverse.wording import counted
 
+LARGEST_WORLD = 1 << 24  # ranks; a larger number is taken for a mistake
+
 
 @dataclass(frozen=True, eq=False)
 class Level:
@@ -79,12 +81,12 @@ def level_of_blocks(name: str, world_size: int, block_size: int) -> Level:
     """Return a level with ranks 0 to n-1 on the first part, the next n on the second, and so on.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or larger than any world.
     """
     given: dict[str, Any] = {"world_size": world_size, f"{name}_size": block_size}
     for what, size in given.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{what}={size!r}: give an int above 0.")
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= LARGEST_WORLD:
+            raise ValueError(f"{what}={size!r}: give an int above 0, at most {LARGEST_WORLD:,}.")
     of_rank = torch.arange(world_size) // block_size
     count = -(-world_size // block_size)
     return Level(name, tuple(f"{name}{index}" for index in range(count)), of_rank)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import gt, itemgetter, mul
@@ -183,8 +184,8 @@ def _checked(
         )
     for name, value in given.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{what}[{name!r}]={value!r}: give a finite number of 0 or more.")
+        if not is_number or not 0 <= value <= sys.float_info.max:
+            raise ValueError(f"{what}[{name!r}]={value!r:.80}: give a finite number of 0 or more.")
     return {name: float(value) for name, value in given.items()}
 
 

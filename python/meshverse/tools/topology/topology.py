@@ -84,8 +84,8 @@ class Topology:
             switch_size: number of ranks below each switch.
 
         Raises:
-            ValueError: a size is below 1, or the levels are not nested because neither of two sizes
-                divides the other.
+            ValueError: a size is no int from 1 to 2**24, or the levels are not nested because
+                neither of two sizes divides the other.
         """
         sizes = {"node": node_size, "domain": domain_size, "switch": switch_size}
         return cls._of(
