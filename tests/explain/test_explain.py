@@ -121,6 +121,20 @@ def test_why_groups_of_the_same_ranks_are_not_shared_is_said_below() -> None:
         assert said in html.unescape(universe.explain()._repr_html_())
 
 
+def test_a_group_that_the_program_destroyed_is_said_to_be(mesh) -> None:
+    universe = mesh.universe
+    universe.group([1, 5], name="long", timeout=timedelta(seconds=50))
+    assert "because options differ" in str(universe.explain())
+    dist.destroy_process_group(mesh.get_group("dp"))
+    explained = universe.explain()
+    assert [group.destroyed for group in explained.groups if "dp" in group.requests] == [True]
+    assert "created by its members, destroyed" in str(explained)
+    assert "created by its members, destroyed" in html.unescape(explained.to_html())
+    assert "because options differ" not in str(explained)
+    init_device_mesh("cpu", (1, 2, 4), mesh_dim_names=("pp", "dp", "tp"), universe=universe)
+    assert not any(group.destroyed for group in universe.explain().groups)
+
+
 def test_what_reused_means_is_said_where_a_group_was_reused() -> None:
     with fake_world(8, 5):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))

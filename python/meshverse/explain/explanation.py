@@ -226,7 +226,7 @@ class Explanation:
             "ranks": [rank_list(group.ranks) for group in self.groups],
             "backend": [group.backend for group in self.groups],
             "options": [_options_in_words(group) for group in self.groups],
-            "group": [group.how + ", suspended" * group.suspended for group in self.groups],
+            "group": [group.how_and_state for group in self.groups],
         }
         if not self.parts:
             del columns["meshes over"]
@@ -267,7 +267,7 @@ class Explanation:
         """Return the groups that are over the same ranks as others, but have other options."""
         found: dict[frozenset[int], dict[str, GroupExplanation]] = {}
         for group in self.groups:
-            if len(group.ranks) > 1:
+            if len(group.ranks) > 1 and not group.destroyed:
                 found.setdefault(frozenset(group.ranks), {}).setdefault(
                     _backend_and_options(group), group
                 )
@@ -460,6 +460,7 @@ def _explain_group(
         saved=sum(requests.values()) - group.created if is_mine else 0,
         bytes_each=estimate_bytes(backend_in_words(options.backend), len(ranks), figures),
         suspended=group.state is State.SUSPENDED,
+        destroyed=group.state is State.DESTROYED,
         is_planned=group.is_planned,
         nodes=None if topology is None else topology.spans("node", ranks),
         salt=options.digest_without_timeout,

@@ -22,6 +22,7 @@ class GroupExplanation:
         saved: number of extra groups that torch would have created for these requests.
         bytes_each: estimated device memory of one such communicator; None if unknown.
         suspended: whether it is suspended now.
+        destroyed: whether the program has destroyed it, by `destroy_process_group(group)`.
         is_planned: whether it is still to be created at its first use (lazy).
         nodes: number of nodes that this rank's group spans; None without a topology.
         salt: digest of the options; the names of these groups on all ranks are derived from it.
@@ -44,8 +45,14 @@ class GroupExplanation:
     saved: int
     bytes_each: int | None
     suspended: bool = False
+    destroyed: bool = False
     is_planned: bool = False
     nodes: int | None = None
     salt: str = ""
     over: tuple[str, ...] = ()
     threads: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def how_and_state(self) -> str:
+        """How the group was created, and whether it can still be used, in words."""
+        return self.how + ", suspended" * self.suspended + ", destroyed" * self.destroyed

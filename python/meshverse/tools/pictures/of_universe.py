@@ -57,7 +57,7 @@ def _pictured(request: GroupRequest, explained: GroupExplanation) -> PicturedGro
     is_mine = explained.saved or explained.created
     facts = {
         "backend": explained.backend,
-        "origin": explained.how + ", suspended" * explained.suspended,
+        "origin": explained.how_and_state,
     }
     if explained.tag:
         facts["isolated as"] = explained.tag
