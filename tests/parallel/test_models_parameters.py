@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,7 +114,68 @@ def _share_memory(model: _Model) -> None:
     model.head.weight.data = model.embedding.weight.data
 
 
+class _Head:
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.t()
+
+
+def _hold_in_object(model: _Model) -> None:
+    model.output = _Head(model.head.weight)
+
+
+def _hold_in_method(model: _Model) -> None:
+    model.output = _Head(model.head.weight).project
+
+
+def _hold_in_partial(model: _Model) -> None:
+    model.output = partial(nn.functional.linear, weight=model.head.weight)
+
+
+def _hold_in_closure(model: _Model) -> None:
+    weight = model.head.weight
+    model.output = lambda hidden: hidden @ weight.t()
+
+
+def _hold_in_set(model: _Model) -> None:
+    model.output = {model.head.weight}
+
+
+def _hold_in_other_module(model: _Model) -> None:
+    model.output = [nn.Linear(4, 4, bias=False)]
+    model.output[0].weight = model.head.weight
+
+
+def _hold_in_optimizer(model: _Model) -> None:
+    model.output = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class _Noticing(nn.Module):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+def _hold_where_attributes_are_noticed(model: _Model) -> None:
+    model.output = _Noticing()
+    model.output.held = [model.head.weight]
+
+
+def _hold_in_buffer(model: _Model) -> None:
+    model.register_buffer("output", model.head.weight.detach())
+
+
+_OUTPUT = "the attribute 'output' holds it too"
 _HOLDERS = {
+    "object": (_hold_in_object, _OUTPUT),
+    "method": (_hold_in_method, _OUTPUT),
+    "partial": (_hold_in_partial, _OUTPUT),
+    "closure": (_hold_in_closure, _OUTPUT),
+    "set": (_hold_in_set, _OUTPUT),
+    "other module": (_hold_in_other_module, _OUTPUT),
+    "noticing": (_hold_where_attributes_are_noticed, "the attribute 'output.held' holds it too"),
+    "buffer": (_hold_in_buffer, "the buffer 'output' has the same memory"),
     "tied": (_hold_in_list, "the attribute 'tied' holds it too, without registering it"),
     "cached": (_hold_detached, "the attribute 'layers.0.cached' holds it too"),
     "shared": (_share_memory, "the parameter 'embedding.weight' has the same memory"),
@@ -134,8 +196,20 @@ def test_a_parameter_that_is_held_elsewhere_is_refused(kind: str) -> None:
     assert _is_whole(model)
 
 
+def test_an_optimizer_that_the_model_holds_is_refused() -> None:
+    model = _Model()
+    _hold_in_optimizer(model)
+    with fake_world(2), pytest.raises(ValueError, match=f"cannot shard '.*': {_OUTPUT}"):
+        _shard(model)
+    assert _is_whole(model)
+
+
 def test_what_has_memory_of_its_own_is_not_refused() -> None:
     model = _Model()
+    model.whole = [model, partial(model.forward, None)]  # itself: whose parameters are replaced
+    model.kinds = {"layer": nn.Linear, "torch": torch}
+    model.chain = {}
+    model.chain["again"] = [model.chain]
     model.recurrent = nn.LSTM(4, 4)  # lists its parameters itself, and notices new ones
     model.normed = torch.nn.utils.spectral_norm(nn.Linear(4, 4))  # computes "weight" by a hook
     model.start = model.head.weight.detach().clone()

@@ -126,41 +126,52 @@ def test_evaluation_leaves_no_gradients(crew: Crew, virtual: int) -> None:
 
 
 class Counts(nn.Module):
-    """A module around another one that counts its calls, in a buffer."""
+    """A module around another one that counts its calls, in a buffer and in attributes."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
         self.register_buffer("seen", torch.zeros(()))
+        self.number, self.tensor, self.shapes = 0, torch.zeros(()), list[torch.Size]()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.seen += 1
+        self.number += 1
+        self.tensor += 1
+        self.shapes.append(hidden.shape)
+        self.late = getattr(self, "late", 0) + 1  # there after the first call only
         output: torch.Tensor = self.inner(hidden)
         return output
 
 
 def count_microbatches(virtual: int) -> list[list[float]]:
-    """Return the counts of all layers of a rank after each batch; the buffers stay the same."""
+    """Return the counts of all layers of a rank after each batch; their places stay the same."""
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(pp_size=2))
     model: Any = make()
     for layer in model.model.layers:
         layer.mlp = Counts(layer.mlp)
     stages = pipeline_stages(model, mesh["pp"], virtual=virtual)
     counts = [each for stage in stages for each in stage.modules() if isinstance(each, Counts)]
-    buffers = [each.seen for each in counts]
+    places = [(each.seen, each.tensor, each.shapes) for each in counts]
     pipeline = pipeline_schedule(stages, mesh["pp"], loss_of, 4)
     tokens, seen = batch(0), []
     for run in (pipeline.step, pipeline.eval) * 2:
         run(tokens, target=tokens)
-        seen.append([each.item() for each in buffers])
-    assert all(each.seen is own for each, own in zip(counts, buffers, strict=True))
+        seen.append([count for each in counts for count in _counts(each)])
+    for each, (buffer, tensor, shapes) in zip(counts, places, strict=True):
+        assert (each.seen is buffer, each.tensor is tensor, each.shapes is shapes) == (True,) * 3
     return seen
 
 
+def _counts(counter: Counts) -> list[float]:
+    numbers = counter.number, counter.late, len(counter.shapes)
+    return [counter.seen.item(), counter.tensor.item(), *numbers]
+
+
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_what_torch_tries_out_leaves_buffers(crew: Crew, virtual: int) -> None:
+def test_what_torch_tries_out_leaves_buffers_and_attributes(crew: Crew, virtual: int) -> None:
     for seen in crew.run(count_microbatches, 2, virtual):
-        assert seen == [[count] * 2 for count in (4, 8, 12, 16)]
+        assert seen == [[count] * 2 * 5 for count in (4, 8, 12, 16)]
 
 
 def norms(norm_type: float) -> tuple[float, float]:

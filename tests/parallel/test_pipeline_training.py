@@ -57,6 +57,15 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "LoopedBFS": (4, {"pp_size": 2, "tp_size": 2}, {"schedule": "LoopedBFS", "virtual": 2}),
     "checkpointing": (4, {"pp_size": 2}, {"settings": {"activation_checkpointing": True}}),
     "kept after forward": (4, {"pp_size": 2}, {"settings": {"reshard_after_forward": False}}),
+    # Its frequencies are a buffer, and the length that they are for is an attribute.
+    "frequencies by length": (
+        4,
+        {"pp_size": 2},
+        {
+            "max_position_embeddings": 4,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0},
+        },
+    ),
     "sliding windows, 2 and 3 layers": (
         4,
         {"pp_size": 2, "tp_size": 2},

@@ -640,6 +640,31 @@ class Multihead(nn.Module):
         return output
 
 
+class ScaledDown(Softmax):
+    """A residual branch that hardly counts yet, or not at all."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.scale * super().forward(hidden)
+
+
+class SmallBranch(MLP):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + 1e-6 * super().forward(hidden)
+
+
+class DirectInputScaledDown(DirectInput):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.scale * super().forward(hidden)
+
+
 Plan = dict[str, ParallelStyle]
 QKV: Plan = {
     **{name: ColwiseParallel() for name in ("query", "key", "value")},
@@ -667,6 +692,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "own layers": (OwnLayers, UP_DOWN),
     "reads a number of the whole input": (partial(OneReadsNumber, "up", largest_input), UP_DOWN),
     "detached": (Detached, UP_DOWN),
+    "an output times 1e-6": (SmallBranch, UP_DOWN),
     "asks for a dtype": (AsksForDtype, UP_DOWN),
     "buffers of hidden states": (KeepsHidden, UP_DOWN),
     "counts calls": (CountsCalls, QKV),
@@ -703,6 +729,22 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         for each in (InPlace, InPlaceAfter)
     },
     "hidden states between": (DirectInput, UP_DOWN, f"{_GRADIENT}input 0"),
+    **{
+        f"an output times {scale}": (
+            partial(ScaledDown, scale),
+            UP_DOWN,
+            f"{_TRIED}.*relative error of the output of 'down'",
+        )
+        for scale in (1e-3, 1e-6, 0.0)
+    },
+    **{
+        f"hidden states between, times {scale}": (
+            partial(DirectInputScaledDown, scale),
+            UP_DOWN,
+            f"{_GRADIENT}input 0",
+        )
+        for scale in (1e-4, 0.0)
+    },
     "own backward": (OwnBackward, UP_DOWN, f"{_GRADIENT}input 0"),
     "after a row-wise layer": (
         AfterDown,

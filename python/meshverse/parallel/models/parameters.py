@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .trials import OF_EVERY_MODULE
+
+_PLAIN = (type(None), str, bytes, bool, int, float, complex, type, ModuleType, torch.Size)
+_CONTAINERS = (Mapping, tuple, list, set, frozenset, deque)
+_DEPTH = 2  # objects on the way from an attribute to a tensor
 
 __all__ = ["keeping_attributes", "second_holders", "why_weight_is_not_split"]
 
@@ -60,8 +65,9 @@ def _memory(tensor: Tensor) -> _Memory | None:
 def second_holders(model: nn.Module) -> dict[str, str]:
     """Return, by name, each parameter whose memory is also held elsewhere in its model, and where.
 
-    That is another parameter with the same memory, or a tensor in an attribute that is not
-    registered. Whoever replaces the parameter leaves the other one as it was.
+    That is another parameter or a buffer with the same memory, or a tensor in an attribute that is
+    not registered, or in a container, function or object there, or in an object in one of these.
+    Whoever replaces the parameter leaves the other one as it was.
     """
     of_storage: dict[int, list[tuple[_Memory, str]]] = defaultdict(list)
     found: dict[str, str] = {}
@@ -77,22 +83,63 @@ def second_holders(model: nn.Module) -> dict[str, str]:
             found[name] = f"the parameter {other!r} has the same memory"
         if (memory := _memory(parameter)) is not None:
             of_storage[memory.storage].append((memory, name))
+    for buffer_name, buffer in model.named_buffers():
+        for name in others(buffer):
+            found[name] = f"the buffer {buffer_name!r} has the same memory"
+    registered = {*map(id, model.modules())}
     for owner, module in model.named_modules():
-        kind: Any = type(module)
-        if kind.__setattr__ is not nn.Module.__setattr__:
-            continue  # it notices itself, as nn.LSTM does
         for attribute, value in vars(module).items():
             # Before each forward, a hook of torch computes "weight" from "weight_orig".
             if attribute in OF_EVERY_MODULE or f"{attribute}_orig" in module._parameters:
                 continue
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor):
+            if isinstance(module, nn.RNNBase) and attribute == "_flat_weights":
+                continue  # torch sets it again if a weight is replaced
+            for tensor in _tensors_behind(value, registered):
+                for name in others(tensor):
                     where = f"{owner}.{attribute}" if owner else attribute
-                    for name in others(leaf):
-                        found[name] = (
-                            f"the attribute {where!r} holds it too, without registering it"
-                        )
+                    found[name] = f"the attribute {where!r} holds it too, without registering it"
     return found
+
+
+def _tensors_behind(value: Any, registered: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors that an attribute leads to: through containers, and `_DEPTH` objects.
+
+    Args:
+        value: of the attribute.
+        registered: ids of the model's modules, which are not searched.
+    """
+    waiting, seen = [(value, 0)], {*registered}
+    while waiting:
+        each, depth = waiting.pop()
+        if isinstance(each, Tensor):
+            yield each
+        elif id(each) not in seen and not isinstance(each, _PLAIN):
+            is_container = isinstance(each, _CONTAINERS)
+            if is_container or depth < _DEPTH:
+                seen.add(id(each))
+                inside = _inside(each)
+                waiting += [(one, depth if is_container else depth + 1) for one in inside]
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return what a container, a function, an object, or a module outside the model refers to."""
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if isinstance(value, _CONTAINERS):
+        return [*value]
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        closed_over = []
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # of an empty cell
+                closed_over.append(cell.cell_contents)
+        return [*closed_over, value.__defaults__, value.__kwdefaults__]
+    return [*getattr(value, "__dict__", {}).values()]
 
 
 def why_weight_is_not_split(module: nn.Module) -> str | None:

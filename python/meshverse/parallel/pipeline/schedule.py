@@ -11,6 +11,8 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -36,6 +38,7 @@ from meshverse.parallel.experts.sharding import get_total_norm, scale_gradients
 from meshverse.parallel.losses.per_token import LossPerToken, sums_gradients
 from meshverse.parallel.meshes.degrees import is_degree
 from meshverse.parallel.models.modules import stage_of
+from meshverse.parallel.models.trials import OF_EVERY_MODULE
 
 from .stage import check_keywords, check_names, split_into_stages
 
@@ -44,6 +47,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 _ONE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}  # one stage per rank
 _SEVERAL = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}
+
+# Types of values of attributes that are put back after torch has tried out stages.
+_VALUES = (bool, int, float, complex, str, tuple, list, dict, set, deque)
 
 # Groups of pipelines in which a batch raised on this rank.
 _interrupted: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -236,7 +242,7 @@ class PipelineSchedule:
         parameters = [each for stage in self.stages for each in stage.parameters()]
         gradients = [each.grad for each in parameters]
         try:
-            with _buffers_set_aside(tried):
+            with _state_set_aside(tried):
                 return self._run(self._evaluation.eval, self._evaluated, inputs, target, split)
         finally:
             for stage in self.stages:  # where FSDP2 left whole parameters, they have no gradients
@@ -324,17 +330,24 @@ class _Stage(PipelineStage):
 
 
 @contextlib.contextmanager
-def _buffers_set_aside(stages: Sequence[_Stage]) -> Iterator[None]:
-    """Let modules have copies of their buffers while torch tries out stages."""
+def _state_set_aside(stages: Sequence[_Stage]) -> Iterator[None]:
+    """Let modules have copies of their buffers and attributes while torch tries out stages.
+
+    Attributes are values such as numbers, texts, tensors and lists of these. They may belong to the
+    buffers, as the length for which a rotary embedding has computed its frequencies.
+    """
     modules = {each for stage in stages for each in stage.submod.modules()}
     aside = [(each._buffers, {**each._buffers}) for each in modules]
+    aside += [(vars(each), _values_of(each)) for each in modules]
     for table, own in aside:
-        table.update({k: None if each is None else each.clone() for k, each in own.items()})
+        table.update({name: _copied(each) for name, each in own.items()})
 
     def put_back() -> None:
         while aside:
             table, own = aside.pop()
-            table.clear()
+            for name in [*table]:  # also those that are new
+                if name not in own and name not in OF_EVERY_MODULE and _is_value(table[name]):
+                    del table[name]
             table.update(own)
 
     for stage in stages:
@@ -345,18 +358,36 @@ def _buffers_set_aside(stages: Sequence[_Stage]) -> Iterator[None]:
         put_back()
 
 
+def _values_of(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if name not in OF_EVERY_MODULE and _is_value(each)
+    }
+
+
+def _is_value(value: Any) -> bool:
+    return value is None or isinstance(value, Tensor) or type(value) in _VALUES
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return copy.copy(value)
+
+
 @contextlib.contextmanager
 def _set_aside(stages: Sequence[_Stage]) -> Iterator[None]:
     """Take the gradients off the parameters within the context, and add them back after it.
 
-    Buffers are set aside while torch tries out the stages.
+    Buffers and attributes are set aside while torch tries out the stages.
     """
     parameters = [each for stage in stages for each in stage.submod.parameters()]
     earlier = [each.grad for each in parameters]
     for each in parameters:
         each.grad = None
     try:
-        with _buffers_set_aside(stages):
+        with _state_set_aside(stages):
             yield
     finally:
         with torch.no_grad():

@@ -139,6 +139,39 @@ class _Call:
         return self.after[rank].view_as(self.after[rank])
 
 
+class RowWiseCalls:
+    """The calls of row-wise layers in a run of a whole module.
+
+    Args:
+        module: the module, which is run once.
+        styles: the plan, by the names of modules in it.
+
+    Attributes:
+        outputs: the name of each layer and its output, in the order of the calls.
+    """
+
+    def __init__(self, module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+        self.outputs: list[tuple[str, Tensor]] = []
+        for name, style in styles.items():
+            if isinstance(style, _ROW_WISE):
+                module.get_submodule(name).register_forward_hook(partial(self._note, name))
+
+    def _note(self, name: str, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        self.outputs.append((name, output))
+        return output.clone()  # which the forward may change in place
+
+    def backward(self, given: list[Tensor]) -> None:
+        """Accumulate the gradients of all inputs and parameters, given those of the outputs."""
+        pairs = [
+            (output, gradient)
+            for (_, output), gradient in zip(self.outputs, given, strict=False)
+            if output.requires_grad
+        ]
+        if pairs:
+            outputs, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(outputs, gradients)
+
+
 def is_emulated(module: nn.Module, style: ParallelStyle) -> bool:
     """Return whether a module with a style can be emulated."""
     layer = adapted(module)
@@ -249,6 +282,32 @@ class EmulatedRanks:
         self._is_backward = True
         for output in outputs:
             backward(output, given)
+        self._backward_through_calls()
+
+    def backward_from_row_wise(self, given: list[Tensor]) -> None:
+        """Accumulate the gradients again, given only those of the row-wise layers' outputs.
+
+        Args:
+            given: gradient of the output of each call, the same on all ranks.
+
+        Raises:
+            NotReplicatedError: as `backward`.
+        """
+        for own in self._parameters:
+            for parameter in own.values():
+                parameter.grad = None
+        for call in self._calls:
+            for after in call.after.values():
+                after.grad = None
+        for call, gradient in zip(self._row_wise_calls(), given, strict=True):
+            for after in call.after.values():
+                after.grad = gradient.clone()
+        self._backward_through_calls()
+
+    def _row_wise_calls(self) -> list[_Call]:
+        return [call for call in self._calls if isinstance(call.style, _ROW_WISE)]
+
+    def _backward_through_calls(self) -> None:
         for call in reversed(self._calls):
             each = range(self._size)
             if all(call.after[rank].grad is None for rank in each):
@@ -262,6 +321,10 @@ class EmulatedRanks:
             ):
                 if its is not None:
                     backward({OUTPUT: before}, {OUTPUT: its})
+
+    def row_wise_outputs(self) -> list[tuple[str, Tensor]]:
+        """Return the name and the output of each row-wise layer, in the order of the calls."""
+        return [(call.name, call.outputs[0]) for call in self._row_wise_calls()]
 
     def gradients(self) -> dict[str, list[Tensor | None]]:
         """Return, by name, each rank's gradient of the parameters outside split layers.
@@ -379,12 +442,14 @@ class EmulatedRanks:
         if not call.outputs[0].requires_grad or not call.given.requires_grad:
             return [None] * self._size
         if isinstance(call.style, _COLUMN_WISE):
-            return [*torch.autograd.grad(call.outputs, call.given, given)] * self._size
+            return [
+                *torch.autograd.grad(call.outputs, call.given, given, retain_graph=True)
+            ] * self._size
         if any(relative_error(each, given[0]) > 1e-3 for each in given):
             raise NotReplicatedError(
                 f"Ranks have different gradients of the output of {call.name!r}."
             )
-        (gradient,) = torch.autograd.grad(call.outputs[0], call.given, given[0])
+        (gradient,) = torch.autograd.grad(call.outputs[0], call.given, given[0], retain_graph=True)
         return [*gradient.unbind(-2)]
 
 

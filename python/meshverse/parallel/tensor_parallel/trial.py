@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .emulated_ranks import (
     EmulatedRanks,
     RanAgainError,
     ReadWeightError,
+    RowWiseCalls,
     backward,
     is_emulated,
     is_in_split_layer,
@@ -257,7 +259,7 @@ class _Trial:
         raise _Untried("; ".join(reasons))
 
     def _compare(self, copies: RandomCopies, whole: nn.Module, inputs: Inputs) -> str:
-        expected, inputs_of_whole, kept = self._run_whole(copies, whole, inputs)
+        expected, inputs_of_whole, kept, calls = self._run_whole(copies, whole, inputs)
         for leaf in other_leaves(expected.values(), [*whole.parameters(), *inputs_of_whole]):
             return f"its forward uses {self._in_words(leaf, copies)}. {_OF_OTHERS}"
         ranks = EmulatedRanks(whole, self.styles, self._counts, self._size)
@@ -279,6 +281,8 @@ class _Trial:
         error = max(relative_error(each.get(OUTPUT), expected[OUTPUT]) for each in outputs)
         if not error < _LARGEST_ERROR:  # NaN, too
             return f"the relative error of the output is {error:.2g}. {_OF_OUTPUT}"
+        if problem := _worst_output(calls.outputs, ranks.row_wise_outputs()):
+            return f"{problem}. {_OF_OUTPUT}"
         others = self._same_on_ranks(outputs, expected)
         for key in others:
             error = max(relative_error(each[key], expected[key], _SMALLEST) for each in outputs)
@@ -293,29 +297,52 @@ class _Trial:
                 if not _are_equal(seen.get(name), kept.get(name)):
                     return f"its forward leaves other values in the buffer {name!r}. {_OF_BUFFERS}"
         given = {key: copies.random(*expected[key].shape) for key in (OUTPUT, *others)}
-        backward(expected, given)
+        # Then without what goes around the split layers: of a layer whose output is scaled down,
+        # that would hide an error.
+        inside = [copies.random(*each.shape) for _, each in calls.outputs]
+        for of_whole, of_ranks in (
+            (partial(backward, expected, given), partial(ranks.backward, outputs, given)),
+            (partial(calls.backward, inside), partial(ranks.backward_from_row_wise, inside)),
+        ):
+            try:
+                of_whole()
+            except Exception as failure:  # a backward raises anything
+                raise _Untried(f"its backward raises {failure!r}") from failure
+            try:
+                of_ranks()
+            except RanAgainError as failure:
+                return f"{failure}. {_OF_CHECKPOINTS}"
+            except Exception as failure:  # noqa: BLE001
+                return f"{type(failure).__name__}: {failure} {_OF_GRADIENTS}"
+            name, error = self._worst(whole, inputs_of_whole, ranks, leaves)
+            if not error < _LARGEST_ERROR:
+                return (
+                    f"the relative error of the gradient of {name} is {error:.2g}. {_OF_GRADIENTS}"
+                )
+        return ""
+
+    @staticmethod
+    def _worst(
+        whole: nn.Module,
+        inputs_of_whole: list[Tensor],
+        ranks: EmulatedRanks,
+        leaves: Mapping[int, list[Tensor]],
+    ) -> tuple[str, float]:
+        """Return which gradient is most wrong, and its relative error; forget all gradients."""
         known = {f"{name!r}": each.grad for name, each in whole.named_parameters()}
         known |= {_input(number): each.grad for number, each in enumerate(inputs_of_whole)}
-        for parameter in whole.parameters():
-            parameter.grad = None
-        try:
-            ranks.backward(outputs, given)
-        except RanAgainError as failure:
-            return f"{failure}. {_OF_CHECKPOINTS}"
-        except Exception as failure:  # noqa: BLE001
-            return f"{type(failure).__name__}: {failure} {_OF_GRADIENTS}"
         found = {f"{name!r}": each for name, each in ranks.gradients().items()}
         for number in range(len(leaves[0])):
             found[_input(number)] = [own[number].grad for own in leaves.values()]
-        name, error = _worst_gradient(known, found)
-        if not error < _LARGEST_ERROR:
-            return f"the relative error of the gradient of {name} is {error:.2g}. {_OF_GRADIENTS}"
-        return ""
+        of_ranks = (each for own in leaves.values() for each in own)
+        for each in (*whole.parameters(), *inputs_of_whole, *of_ranks):
+            each.grad = None
+        return _worst_gradient(known, found)
 
     def _run_whole(
         self, copies: RandomCopies, whole: nn.Module, inputs: Inputs
-    ) -> tuple[Outputs, list[Tensor], dict[str, Tensor]]:
-        """Return the output, the inputs that require gradients, and the buffers afterwards.
+    ) -> tuple[Outputs, list[Tensor], dict[str, Tensor], RowWiseCalls]:
+        """Return the output, the inputs that require gradients, the buffers, and the calls inside.
 
         Raises:
             _Untried: the forward does not run on the inputs.
@@ -325,13 +352,14 @@ class _Trial:
         try:
             with copies.same_random_state():
                 module = copy.deepcopy(whole, shared)
+                calls = RowWiseCalls(module, self.styles)
                 output, leaves = inputs.run(module)
         except Exception as error:  # a forward raises anything
             raise _Untried(repr(error)) from error
         first = output.get(OUTPUT)
         if first is None or not first.isfinite().all():
             raise _Untried(f"its output is {first}")
-        return output, leaves, self._buffers(module)
+        return output, leaves, self._buffers(module), calls
 
     def _same_on_ranks(self, outputs: list[Outputs], expected: Outputs) -> list[Key]:
         """Return which values besides the output must be the same on all ranks.
@@ -371,6 +399,22 @@ def _are_equal(seen: Tensor | None, expected: Tensor | None) -> bool:
     return torch.equal(finite, wanted) or (
         relative_error(finite, wanted, _SMALLEST) < _LARGEST_ERROR
     )
+
+
+def _worst_output(
+    expected: Sequence[tuple[str, Tensor]], found: Sequence[tuple[str, Tensor]]
+) -> str:
+    """Return which row-wise layer gives something else on ranks, in words; "" if none does.
+
+    Its output may be scaled down so far that the module's output hides its error.
+    """
+    if [name for name, _ in expected] != [name for name, _ in found]:
+        return "ranks call its row-wise layers in another order"
+    for (name, wanted), (_, seen) in zip(expected, found, strict=True):
+        error = relative_error(seen, wanted, _SMALLEST)
+        if not error < _LARGEST_ERROR:
+            return f"the relative error of the output of {name!r} is {error:.2g}"
+    return ""
 
 
 def _input(number: int) -> str:
