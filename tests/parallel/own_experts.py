@@ -221,6 +221,40 @@ class DropsTokens(Own):
         return output
 
 
+class TakesSomeTokens(Own):
+    """An expert takes a fixed number of tokens, whoever has sent them."""
+
+    most = 16
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        output = torch.zeros_like(hidden)
+        for number in range(len(self.down_proj)):
+            tokens, choices = (each[: self.most] for each in torch.where(expert_ids == number))
+            rows = self.weighted(hidden[tokens], weights[tokens, choices, None], number)
+            output = output.index_add(0, tokens, rows)
+        return output
+
+
+class TakesManyTokens(TakesSomeTokens):
+    most = 60
+
+
+class NormalizesTokens(Own):
+    """Subtracts the mean of an expert's tokens."""
+
+    def expert(self, rows: Tensor, number: int) -> Tensor:
+        mean = rows.mean(0) if len(rows) else 0.0
+        return super().expert(rows - 0.1 * mean, number)
+
+
+class SeesPositions(Own):
+    """Scales an expert's tokens down one after the other."""
+
+    def expert(self, rows: Tensor, number: int) -> Tensor:
+        positions = torch.arange(len(rows), dtype=rows.dtype)[:, None]
+        return super().expert(rows, number) / (1 + 0.01 * positions)
+
+
 class Checkpointed(Own):
     def expert(self, rows: Tensor, number: int) -> Tensor:
         output: Tensor = checkpoint(super().expert, rows, number, use_reentrant=False)
@@ -329,7 +363,11 @@ NO_PARTS: dict[str, tuple[type[nn.Module], str]] = {
         (BufferOfAll, "gives other outputs"),
         (MeanInTraining, "gives other outputs"),
         (NormalizesInEvaluation, "gives other outputs than in one process in evaluation mode"),
-        (DropsTokens, "gives other outputs"),
+        (DropsTokens, "gives a token something else if there are fewer others"),
+        (TakesSomeTokens, "gives a token something else if there are fewer others"),
+        (TakesManyTokens, "gives some of 64 equal tokens something else"),
+        (NormalizesTokens, "gives a token something else if there are fewer others"),
+        (SeesPositions, "gives a token something else if there are fewer others"),
         (Checkpointed, "runs again in backward"),
         (GradientByExperts, "gives other gradients"),
         (Counts, "changes its ['load']"),

@@ -31,6 +31,7 @@ def test_fsdp2_defaults() -> None:
         "reshard_after_forward": None,
         "enable_compile": False,
         "enable_fsdp2_prefetch": False,
+        "reduce_unused_parameters": False,
         "fsdp2_backward_prefetch_depth": 2,
         "fsdp2_forward_prefetch_depth": 1,
         "split_logits": False,

@@ -143,3 +143,31 @@ def test_layers_are_checkpointed_once() -> None:
     with pytest.raises(ValueError, match=r"Model in the scope .* are checkpointed already"):
         apply_activation_checkpointing(model)
     assert calls(model) == dict.fromkeys(BLOCKS, 2)
+
+
+class _Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.norm(self.linear(hidden))
+        return output
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)]
+)
+def test_running_statistics_are_not_updated_twice(norm: nn.Module, mode: Any) -> None:
+    model = nn.Sequential(nn.ModuleList([_Normed(norm)]))
+    with pytest.raises(ValueError, match=r"layer '0.0' .* statistics of its \w+ 'norm' twice"):
+        apply_activation_checkpointing(model, mode)
+    assert "forward" not in vars(model[0][0])
+
+
+def test_norms_without_running_statistics_may_be_checkpointed() -> None:
+    model = nn.Sequential(nn.ModuleList([_Normed(nn.BatchNorm1d(4, track_running_stats=False))]))
+    apply_activation_checkpointing(model)
+    model[0][0](torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert model[0][0].linear.weight.grad is not None

@@ -48,6 +48,7 @@ needs_transformers = pytest.mark.skipif(
     reason="transformers is not installed: pip install transformers",
 )
 _FULL_PRECISION = MixedPrecisionPolicy()
+_UNUSED = "set_reduce_scatter_unused_params"
 
 _ON_FOUR: dict[str, dict[str, int]] = {
     "shards": {},
@@ -457,6 +458,53 @@ def test_a_layer_that_is_used_twice_is_sharded(world) -> None:
     model.layers[1] = model.layers[0]
     FSDP2Manager(config, mesh).parallelize(model)
     assert isinstance(model.layers[0], FSDPModule)
+
+
+class _TwoHeads(nn.Module):
+    """A layer of which each rank of two uses another head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Identity()])  # without parameters
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, head: int) -> torch.Tensor:
+        output: torch.Tensor = (self.second if head else self.first)(hidden)
+        return output
+
+
+def _train_heads() -> list[float]:
+    """Return the relative error of each gradient, of two ranks that use different heads."""
+    torch.manual_seed(0)
+    alone, model = _TwoHeads(), _TwoHeads()
+    model.load_state_dict(alone.state_dict())
+    manager = _manager({}, reduce_unused_parameters=True, mp_policy=_FULL_PRECISION)
+    model = manager.parallelize(model)
+    given = [torch.full((2, 4), float(rank + 1)) for rank in range(2)]
+    for rank in range(2):
+        (alone(given[rank], rank).square().mean() / 2).backward()
+    model(given[dist.get_rank()], dist.get_rank()).square().mean().backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return [
+        float((full(own.grad) - other.grad).norm() / other.grad.norm())
+        for own, other in pairs
+        if other.grad is not None
+    ]
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, _UNUSED), reason="FSDP2 of this torch cannot")
+def test_ranks_may_use_different_parameters_if_asked(crew) -> None:
+    for errors in crew.run(_train_heads, 2):
+        assert len(errors) == 4
+        assert max(errors) < BOUND
+
+
+def test_what_this_torch_cannot_reduce_is_refused(world, monkeypatch) -> None:
+    monkeypatch.delattr(FSDPModule, _UNUSED, raising=False)
+    model = _Toy()
+    with pytest.raises(ValueError, match="FSDP2 of this torch cannot reduce gradients of unused"):
+        _manager({}, reduce_unused_parameters=True).parallelize(model)
+    assert not any(isinstance(each, FSDPModule) for each in model.modules())
 
 
 def test_meshes_of_two_universes_are_refused(world) -> None:

@@ -114,6 +114,35 @@ class Slopes(Attention):
         return query @ key.mT - slopes[:, None, None] * distances(query).abs()
 
 
+class SlopesIfMasked(Attention):
+    mask: Tensor | None = None
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        if self.mask is None:
+            return query @ key.mT
+        slopes = 2.0 ** -torch.arange(self.num_heads)
+        scores = query @ key.mT - slopes[:, None, None] * distances(query).abs()
+        return scores.masked_fill(self.mask[:, None, None] == 0, -1e9)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.mask = mask
+        output = super().forward(hidden)
+        self.mask = None
+        return output
+
+
+class TakesMask(nn.Module):
+    """A model that takes a mask as transformers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = SlopesIfMasked()
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        output: Tensor = self.attention(hidden, attention_mask)
+        return output
+
+
 class SlopesOfList(Attention):
     def build(self) -> None:
         self.slopes = [2.0**-head for head in range(HEADS)]
@@ -714,6 +743,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         each.__name__: (each, UP_DOWN, _TRIED)
         for each in (Softmax, FunctionalNorm, GroupNorm, Halves, DividedByWidth, Transposed)
     },
+    "slopes if there is a mask": (
+        TakesMask,
+        {f"attention.{name}": style for name, style in QKV.items()},
+        f"'attention' .*{_TRIED}",
+    ),
     "one of two": (
         SharedNorm,
         _TWICE | {"first.norm": ReplicatedWithGradAllreduce()},

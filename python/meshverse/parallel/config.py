@@ -117,6 +117,13 @@ class FSDP2Config(_Settings):
         enable_fsdp2_prefetch: whether to gather layers ahead explicitly, by the two depths below.
         fsdp2_backward_prefetch_depth: number of layers to gather ahead in backward, 0 or more.
         fsdp2_forward_prefetch_depth: number of layers to gather ahead in forward, 0 or more.
+        reduce_unused_parameters: whether FSDP2 reduces zeros as the gradients of parameters that a
+            rank has not used in a backward. Set it if ranks use different parameters of a layer, as
+            where tokens choose experts that are modules, or batches choose heads: otherwise torch
+            adds up gradients of different parameters, or hangs. A parameter that no rank uses then
+            has a gradient of zeros instead of None, which an optimizer with momentum or weight
+            decay takes. For layers that a rank does not call at all, it does nothing. It needs a
+            torch whose FSDPModule has `set_reduce_scatter_unused_params`, such as 2.13.
         split_logits: whether tensor parallelism leaves logits split over the vocabulary in training
             mode, as DTensors, for torch's `loss_parallel`. In eval mode, and by default, each rank
             gathers them. If you pass or register a plan other than `llama_tp_plan`, its style of
@@ -140,6 +147,7 @@ class FSDP2Config(_Settings):
     enable_fsdp2_prefetch: bool = False
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
+    reduce_unused_parameters: bool = False
     split_logits: bool = False
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ from .stacked import DOWN, StackedExperts
 # expert has others, and larger ones. Kernels need weights aligned to 16 bytes.
 _STEP = 16
 _PERIOD = 1_000_003  # random numbers, of which larger weights are repetitions
+_MANY = 64  # equal tokens
 _CROWD = 24  # tokens that choose one expert, more than it takes if it takes so many only
 _ROWS = 2  # for each expert, if a forward takes equally many rows for each
 _Second = Literal["none", "behind", "again"]
@@ -333,6 +334,30 @@ def _wholes(probe: _Probe) -> list[tuple[_Probe, Tensor]]:
     return wholes
 
 
+@torch.no_grad()
+def _check_rows_alone(probe: _Probe, whole: Tensor) -> None:
+    """Check that what a token gets depends on no others: experts get tokens of several ranks.
+
+    Raises:
+        _Problem: it does.
+    """
+    rows = torch.arange(len(whole), device=probe.device)
+    some = rows[::_ROWS] if probe.form == "rows" else rows.flip(0)[::2]
+    seen = probe.run(probe.hidden[some], probe.ids[some], probe.router[some])
+    if not probe.equal(seen, whole[some]):
+        raise _Problem(
+            "gives a token something else if there are fewer others, as where experts drop tokens "
+            "or normalize over them"
+        )
+    if probe.form == "choices":
+        same = rows[-1:].expand(_MANY)
+        seen = probe.run(probe.hidden[same], probe.ids[same], probe.router[same])
+        if not probe.equal(seen, whole[same]):
+            raise _Problem(
+                f"gives some of {_MANY} equal tokens something else, as if it drops some"
+            )
+
+
 def _check_leaves(probe: _Probe, whole: Tensor) -> None:
     """Check that nothing else gets a gradient than the experts' parameters and the inputs.
 
@@ -388,6 +413,8 @@ def ask_for_experts(
         wholes = _wholes(probe)
         if probe.form == "all":
             raise _Problem("takes weights for all experts")
+        for each, whole in wholes:
+            _check_rows_alone(each, whole)
         common = (experts, probe.form, _has_identity(probe))
         possible = [
             PartOfExperts(*common, numbers, second)

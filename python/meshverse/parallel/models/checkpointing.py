@@ -26,6 +26,13 @@ _PARTS = {
 }
 
 
+# Norms that may update buffers in their forward.
+_WITH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
 def apply_activation_checkpointing(
     model: nn.Module,
     mode: Literal[True, "full", "selective"] = "full",
@@ -46,7 +53,7 @@ def apply_activation_checkpointing(
 
     Raises:
         ValueError: the mode or scope is unknown, the model has no layers in the scope, or one is
-            checkpointed already. The model is unchanged then.
+            checkpointed already, or keeps running statistics. The model is unchanged then.
 
     Example:
         >>> apply_activation_checkpointing(model, "full", "language")  # doctest: +SKIP
@@ -70,7 +77,8 @@ def checkpointed_layers(model: nn.Module, scope: CheckpointingScope) -> list[nn.
     """Return the layers of a model in a checkpointing scope, each once.
 
     Raises:
-        ValueError: there are none, one has no forward, or one is checkpointed already.
+        ValueError: there are none; or one has no forward, is checkpointed already, or keeps running
+            statistics.
     """
     parts = checkpointing_parts(scope)
     by_part: dict[str, dict[str, nn.Module]] = {}
@@ -101,6 +109,16 @@ def checkpointed_layers(model: nn.Module, scope: CheckpointingScope) -> list[nn.
             f"Layers of {type(model).__name__} in the scope {parts} are checkpointed already, and "
             "would be recomputed within a recomputation. Turn checkpointing on only once."
         )
+    for name, layer in named.items():
+        for own, each in layer.named_modules():
+            if isinstance(each, _WITH_STATISTICS) and each.track_running_stats:
+                raise ValueError(
+                    f"Activation checkpointing runs the forward of the layer {name!r} of "
+                    f"{type(model).__name__} twice, and so would update the running statistics of "
+                    f"its {type(each).__name__} {own!r} twice in each step. Use another scope, a "
+                    "norm without running statistics (track_running_stats=False, GroupNorm), or "
+                    "turn checkpointing off."
+                )
     return list(dict.fromkeys(layers))  # a layer may be in two lists
 
 

@@ -66,6 +66,7 @@ from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 from .layer_outputs import check_outputs
 
 _logger = logging.getLogger(__name__)
+_REDUCE_UNUSED = "set_reduce_scatter_unused_params"  # method of FSDPModule
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -150,6 +151,11 @@ def fsdp2_strategy_parallelize(
     elif cpu_offload and not isinstance(offload, CPUOffloadPolicy):
         raise ValueError(f"cpu_offload=True contradicts offload_policy={offload}: give only one.")
     _check_can_offload(offload)
+    if config.reduce_unused_parameters and not hasattr(FSDPModule, _REDUCE_UNUSED):
+        raise ValueError(
+            "reduce_unused_parameters=True: FSDP2 of this torch cannot reduce gradients of unused "
+            "parameters. Use torch 2.13 or newer, or let all ranks use the same parameters."
+        )
     if config.enable_compile:
         _check_has_layers_to_compile(model)
     if config.activation_checkpointing:
@@ -207,6 +213,8 @@ def fsdp2_strategy_parallelize(
             mp_policy=precision,
             offload_policy=cast("Any", offload),  # None is the default, though not in its type
         )
+    if config.reduce_unused_parameters:
+        getattr(model, _REDUCE_UNUSED)(True)  # not in all versions of torch
     check_outputs(model, {"": model, **dict(chain.from_iterable(layer_lists(model)))})
     if config.enable_compile:
         compile_layers(model, are_split=tp_mesh.size() > 1)

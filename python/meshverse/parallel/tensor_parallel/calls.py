@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -121,8 +122,9 @@ def calls_in(model: nn.Module, wanted: Collection[str]) -> tuple[dict[str, Calls
     """Return the calls of modules in runs of a model, and which modules' calls are all known.
 
     The model is run on token ids, and on hidden states of shape (sequences, tokens, features), up
-    to a run that reaches all these modules. All calls of a module are known if it was called in a
-    run that came to its end.
+    to a run that reaches all these modules. If its forward takes an `attention_mask`, it is run
+    again with one that hides a token, as for padding. All calls of a module are known if it was
+    called in a run that came to its end.
     """
     copies = RandomCopies(model)
     try:
@@ -136,16 +138,30 @@ def calls_in(model: nn.Module, wanted: Collection[str]) -> tuple[dict[str, Calls
         _watch(copied.get_submodule(name), name, now)
     found: dict[str, Calls] = {}
     partly: dict[str, Calls] = {}
-    for given in _candidates(copies, model):
+    takes_mask = "attention_mask" in signature(type(model).forward).parameters
+
+    def run(given: Tensor, **keywords: Tensor) -> bool:
+        """Note the calls of a run, and return whether it came to its end."""
         now.clear()
         try:
             with copies.undisturbed():
-                copied(given)
+                copied(given, **keywords)
         except Exception as error:  # noqa: BLE001  (a forward raises anything)
             _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
+            return False
+        return True
+
+    for given in _candidates(copies, model):
+        if not run(given):
             partly = {**now, **partly}
-        else:
-            found = {**now, **found}
+            continue
+        found = {**now, **found}
+        if takes_mask:
+            mask = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
+            mask[0, -1] = 0
+            if run(given, attention_mask=mask):
+                for name, own in now.items():
+                    found[name] = {**own, **found.get(name, {})}
         if len(found) == len(wanted):
             break
     return {**partly, **found}, {*found}
