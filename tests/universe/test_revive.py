@@ -192,6 +192,22 @@ def test_a_call_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert held.tp is mesh.get_group("tp")
 
 
+def test_what_was_not_given_to_the_first_call_cannot_be_given_to_a_second_one() -> None:
+    with fake_world(8, 5):
+        mesh = _mesh()
+        held = nn.Module()
+        held.dp = mesh.get_group("dp")
+    with fake_world(8, 5):
+        assert meshverse.revive() == (mesh.universe,)
+        assert meshverse.revive(nn.Linear(2, 2)) == ()  # holds no groups
+        with pytest.raises(RuntimeError, match=r"an earlier call, that call needed this object"):
+            meshverse.revive(held)
+        with pytest.raises(RuntimeError, match="an object of type object holds"):
+            meshverse.revive(object())
+        held.dp = mesh.get_group("dp")
+        assert meshverse.revive(held) == ()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.long
 @pytest.mark.parametrize("step", in_tiers([1, 53], [53], []))

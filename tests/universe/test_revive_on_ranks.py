@@ -396,7 +396,7 @@ def _message(holder: object = None) -> str:
 _REASONS = {
     "unknown": r"it cannot tell which process groups an object of type lock holds: give modules",
     "wrapped": r"DistributedDataParallel.process_group, which its other parts use too: wrap",
-    "own group": r"Identity.group is an ended process group that no mesh has: create it again",
+    "own group": r"Identity.group is an ended process group that no mesh to revive has",
     "given": r"was created by the program, which must create it again",
     "other meshes": r"only ranks 0, 2, 3 still hold meshes of the universe of ranks 0 to 3, num",
     "made before": r"a mesh over ranks 0 to 3 was created in the new world already",

@@ -123,8 +123,9 @@ def _warn_of_others(groups: Sequence[Group]) -> None:
         if not group.is_external and group.ended_handles():
             _log.warning(
                 "revive(): an object that was not given to it still refers to the ended %s. Do not "
-                "use that reference: give revive() the models and pipeline schedules that keep "
-                "groups, and elsewhere keep the mesh, whose get_group(axis) returns the new group.",
+                "use that reference. The next time, give revive() the models and pipeline schedules "
+                "that keep groups; elsewhere keep the mesh, whose get_group(axis) returns the new "
+                "group.",
                 group.in_words(),
             )
 
@@ -140,7 +141,9 @@ def _plan(universes: Sequence[Universe], holders: Sequence[object]) -> _Plan:
             problems.append(f"{one} holds a process group")
         elif id(one.group) not in old:
             problems.append(
-                f"{one} is an ended process group that no mesh has: create it again, and set it"
+                f"{one} is an ended process group that no mesh to revive has. If its mesh was revived "
+                "by an earlier call, that call needed this object; now create the group again, and "
+                "set it"
             )
     return _Plan(universes, groups, old, held, problems)
 
@@ -221,8 +224,8 @@ def _why_not(current: World, plan: _Plan) -> list[str]:
     last = World.ended_last()
     if last is not None and not last.is_over:
         return [f"a revive() failed in this world, or was interrupted: {again}"]
-    if not plan.universes:
-        return []  # this rank stays in the current world
+    if not plan.universes:  # this rank stays in the current world
+        return list(dict.fromkeys(plan.problems))
     problems = list(plan.problems)
     problems += [
         f"a call that failed has left the {group.in_words()}: {again}"
@@ -306,10 +309,12 @@ def _agree(
         reasons += [f"{_ranks(members)}: {problem}" for problem in problems]
         for universe in universes:
             having.setdefault(tuple(universe), []).extend(members)
+    lacking = []
     for (_, name, n_needed), members in having.items():
         if len(members) != n_needed and len(ranks) > 1:
             verb = "hold" if len(members) > 1 else "holds"
-            reasons.append(f"only {_ranks(sorted(members))} still {verb} meshes of {name}")
+            lacking.append(f"only {_ranks(sorted(members))} still {verb} meshes of {name}")
+    reasons = reasons or lacking  # which may follow from those, as in a smaller world
     if reasons:
         listed = "".join(f"\n  {reason}" for reason in reasons[:_SHOWN])
         more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""

@@ -67,6 +67,22 @@ def _ends(processes: Sequence[Forked]) -> list[tuple[int, str, str]]:
     return [(status, out, _LOGGED_BY_TORCH.sub("", err)) for status, out, err in ends]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--megabytes", "2"], r"Rank 1 was started with --megabytes 2\.0, and rank 0 with 1\.0\."),
+        (["--megabytes", "1", "a=2"], r"Rank 1 was started with groups \[\[\['a'\], .*\['world'\]"),
+    ],
+)
+def test_ranks_with_different_arguments_are_told(arguments: list[str], said: str) -> None:
+    port = held_port()
+    processes = _start([0], 2, "--megabytes", "1", port=port)
+    processes += _start([1], 2, *arguments, port=port)
+    ends = _ends(processes)
+    assert [status for status, *_ in ends] == [1, 1]
+    assert re.search(said, "".join(err for *_, err in ends))
+
+
 @pytest.mark.long
 def test_a_job_that_is_well() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]

@@ -87,6 +87,7 @@ def second_holders(model: nn.Module) -> dict[str, str]:
         for name in others(buffer):
             found[name] = f"the buffer {buffer_name!r} has the same memory"
     registered = {*map(id, model.modules())}
+    behind: dict[int, list[Tensor]] = {}  # by the id of a value, as all modules have one config
     for owner, module in model.named_modules():
         for attribute, value in vars(module).items():
             # Before each forward, a hook of torch computes "weight" from "weight_orig".
@@ -94,7 +95,9 @@ def second_holders(model: nn.Module) -> dict[str, str]:
                 continue
             if isinstance(module, nn.RNNBase) and attribute == "_flat_weights":
                 continue  # torch sets it again if a weight is replaced
-            for tensor in _tensors_behind(value, registered):
+            if id(value) not in behind:
+                behind[id(value)] = [*_tensors_behind(value, registered)]
+            for tensor in behind[id(value)]:
                 for name in others(tensor):
                     where = f"{owner}.{attribute}" if owner else attribute
                     found[name] = f"the attribute {where!r} holds it too, without registering it"

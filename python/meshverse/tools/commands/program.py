@@ -92,7 +92,9 @@ class Program:
             sys.path.insert(0, self._folder)
         elif self._is_archive:
             sys.path.insert(0, self._folder)
-        sys.modules["__main__"] = self._main
+        # By the second name, multiprocessing's spawned processes know it: it is in the pickles that
+        # they send.
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = self._main
         with self._as_python_shows_it():
             self._code = self._find()
 

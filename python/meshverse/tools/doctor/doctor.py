@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import statistics
@@ -177,7 +178,20 @@ class _Examiner:
         """Measure the store, the clock, this rank's speed and its groups; return plain data."""
         rank, everybody = self._plan.mine.rank, range(self._plan.world)
         with self._step("the health check", everybody):
-            self._membership.gather("here", True)
+            mine = {
+                "--backend": self._plan.backend,
+                "--megabytes": large_bytes / 2**20,
+                "groups": [[each.axes, each.layout] for each in self._plan.groups],
+            }
+            everyone = self._membership.gather("here", mine)
+            for other, theirs in enumerate(everyone or ()):
+                for name, value in json.loads(json.dumps(mine)).items():
+                    if theirs[name] != value:
+                        raise self._membership.own_failure(
+                            f"Rank {other} was started with {name} {theirs[name]}, and rank {rank} "
+                            f"with {value}",
+                            "Start all ranks with the same arguments.",
+                        )
             self._membership.broadcast("all here")
         report: dict[str, Any] = {"host": self._host}
         with self._step("its measurements of the store"):

@@ -29,7 +29,9 @@ from meshverse.wording import counted, rank_ranges
 
 _FAILED, _REPORTER, _READ = "failed", "reporter", "errors read"  # keys
 _SECONDS_TO_REPORT = 30.0  # that the other ranks allow for `report`, which may print
-_SECONDS_OF_TORCH = 2.0  # in which torch's own error comes, after its timeout
+# In which torch's own error comes, after its timeout: it waits longer and longer between attempts
+# to connect.
+_SECONDS_OF_TORCH = 10.0
 _MOST_NAMED = 8  # ranks in a message
 _BEATS_TO_WAIT = 10  # missed heartbeats after which a rank counts as stopped
 
