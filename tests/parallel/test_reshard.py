@@ -334,6 +334,10 @@ def _onto_another_mesh() -> None:
         same = redistribute(with_gradient, first, [Replicate()], ranks=[0, 1])
         assert torch.equal(same.to_local(), whole)
         assert same.requires_grad
+        with pytest.raises(ValueError, match="2 placements for a mesh of 1 axes"):
+            redistribute(tensor, first, [Replicate(), Shard(0)], ranks=[0, 1])
+        with pytest.raises(TypeError, match="give Replicate"):
+            redistribute(tensor, first, [Partial()], ranks=[0, 1])
     # Ranks without the tensor get the error too, at once.
     needs_gradient = None if tensor is None else tensor.detach().requires_grad_()
     with pytest.raises(RuntimeError, match="gradients do not pass between meshes"):

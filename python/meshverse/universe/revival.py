@@ -123,9 +123,9 @@ def _warn_of_others(groups: Sequence[Group]) -> None:
         if not group.is_external and group.ended_handles():
             _log.warning(
                 "revive(): an object that was not given to it still refers to the ended %s. Do not "
-                "use that reference. The next time, give revive() the models and pipeline schedules "
-                "that keep groups; elsewhere keep the mesh, whose get_group(axis) returns the new "
-                "group.",
+                "use that reference. The next time, give revive() the models and pipeline "
+                "schedules that keep groups; elsewhere keep the mesh, whose get_group(axis) "
+                "returns the new group.",
                 group.in_words(),
             )
 

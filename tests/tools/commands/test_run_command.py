@@ -188,6 +188,37 @@ def test_processes_of_multiprocessing_have_our_meshes(method: str, tmp_path: Pat
     assert done.stderr.count("meshverse run: rank 0 of 2.") == 1
 
 
+_SENDS_BACK = r"""
+import multiprocessing, sys
+
+class Result:
+    pass
+
+def work(queue):
+    queue.put(Result())
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.Queue()
+    worker = context.Process(target=work, args=(queue,))
+    worker.start()
+    print(type(queue.get()) is Result)
+    worker.join()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("is_module", [False, True])
+def test_processes_may_send_back_classes_of_the_program(
+    method: str, is_module: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "send.py").write_text(_SENDS_BACK)
+    program = ["-m", "send"] if is_module else ["send.py"]
+    done = _run("-m", "meshverse", "run", *program, method, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 _ENDINGS = {
     "an error": "def fail(x):\n    raise ValueError(x)\nfail('of the program')",
     "an error of the system": "open('/nowhere')",

@@ -415,8 +415,9 @@ def redistribute(
     """Return a DTensor with the same values on another mesh, which may have other ranks.
 
     All `ranks` call this. If `mesh` is the tensor's own mesh and has all `ranks`, it calls
-    DTensor's `redistribute`. For several tensors, or for repeated transfers, construct a `Reshard`.
-    If the arguments of one rank are wrong, that rank raises the error, and the other ranks raise a
+    DTensor's `redistribute`, which compares no arguments between ranks and does not use `timeout`.
+    For several tensors, or for repeated transfers, construct a `Reshard`. Otherwise, if the
+    arguments of one rank are wrong, that rank raises the error, and the other ranks raise a
     RuntimeError with its message.
 
     Args:
@@ -442,6 +443,7 @@ def redistribute(
     n_ranks = dist.get_world_size() if ranks is None else len(ranks)
     # Ranks outside the mesh cannot know that it is the tensor's own: then all copy as to another.
     if isinstance(dtensor, DTensor) and dtensor.device_mesh == mesh and mesh.size() == n_ranks:
+        _check_placements(mesh, placements)
         return dtensor.redistribute(mesh, placements)
     group = ReshardGroup("redistribute", name, ranks, timeout)
 
@@ -479,6 +481,15 @@ def _check(dtensor: object, mesh: object, placements: Sequence[Placement]) -> No
         )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"redistribute to a {type(mesh).__name__}: mesh must be a DeviceMesh.")
+    _check_placements(mesh, placements)
+    if dtensor is not None and dtensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "redistribute: gradients do not pass between meshes. Give dtensor.detach(), or call it "
+            "under torch.no_grad(). To stay on the tensor's own mesh, call dtensor.redistribute()."
+        )
+
+
+def _check_placements(mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"redistribute: {len(placements)} placements for a mesh of {mesh.ndim} axes. Give one "
@@ -487,11 +498,6 @@ def _check(dtensor: object, mesh: object, placements: Sequence[Placement]) -> No
     for placement in placements:
         if type(placement) not in (Replicate, Shard):
             raise TypeError(f"redistribute to {placement}: give Replicate() or Shard(dim).")
-    if dtensor is not None and dtensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "redistribute: gradients do not pass between meshes. Give dtensor.detach(), or call it "
-            "under torch.no_grad(). To stay on the tensor's own mesh, call dtensor.redistribute()."
-        )
 
 
 def _empty(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import secrets
+import socket
 import stat
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
+from meshverse.for_extras import World
 from meshverse.parallel.collectives.steps import gathered, together
+from meshverse.wording import rank_list
 
 from .file import Contents, FileName, Header, Record, SnapshotFile, names_in
 from .hosts import Hosts, meet
@@ -28,6 +34,7 @@ __all__ = ["Snapshot"]
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 _NAMED = 8  # values that a message lists
+_STORE_USER = "snapshot"
 
 
 class Snapshot:
@@ -118,10 +125,12 @@ class Snapshot:
 
         Raises:
             ValueError: the step is negative, or not larger than the last one; a tensor has no
-                memory, is partial, or is split into parts that are no blocks; or see `load`.
+                memory, is partial, or is split into parts that are no blocks; another snapshot of
+                the job saves into the folder; or see `load`.
             TypeError: the step is not an integer; or a value is of a kind that cannot be loaded
-                again: a sparse or quantized tensor, a tensor subclass, a shard of FSDP1, or an
-                object with a `state_dict()` that is not at the top level.
+                again: a sparse or quantized tensor, a tensor subclass, a shard of FSDP1, a DTensor
+                in a tuple, set or dataclass, or an object with a `state_dict()` that is not at the
+                top level.
             OSError: the folder's file system is full.
         """
         if not self._attempt:
@@ -175,6 +184,7 @@ class Snapshot:
     ) -> Contents:
         """Write this rank's file, and add it to those that are begun."""
         _check_step(step, self._last)
+        self._claim_folder()
         if self._n_saved == self.keep:
             self._remove_older_attempts()
         hosts = list(zip(self._hosts.names, self._hosts.ranks, strict=True))
@@ -431,6 +441,34 @@ class Snapshot:
         self._kept.clear()
         self._hosts, self._attempt = hosts, attempt  # last: a refused save begins anew
 
+    def _claim_folder(self) -> None:
+        """Raise ValueError if another snapshot of this job saves into the folder.
+
+        Each would remove the files of the other one, or load them.
+        """
+        if self._n_saved:
+            return
+        folder = os.path.realpath(self.folder)
+        other = _saving.get(folder)
+        if other is not None and other is not self:
+            raise ValueError(
+                f"another Snapshot of this process saves into {folder}. Save all state in one, or "
+                "give each a folder of its own"
+            )
+        world = World.current()
+        if world is not None and world.run_keys is not None:
+            # By host, as the folder of another one may be its own.
+            place = hashlib.sha256(f"{socket.gethostname()} {folder}".encode()).hexdigest()[:32]
+            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+            world.run.add_user(_STORE_USER)  # until the default group ends, as the key stays
+            found = json.loads(world.run_keys.put_first(f"snapshot {place}", json.dumps(ranks)))
+            if found != ranks:
+                raise ValueError(
+                    f"the process group of ranks {rank_list(found)} saves into {folder}, and this "
+                    f"one has ranks {rank_list(ranks)}. Give each group a folder of its own"
+                )
+        _saving[folder] = self
+
     def _reads(self, owner: int) -> bool:
         """Whether this rank reads an owner's files, for its host."""
         ranks = self._hosts.ranks[self._hosts.mine]
@@ -523,3 +561,7 @@ def _in_words(missing: list[str], everyone: list[dict[int, Header]]) -> str:
     lost = {name: [r for r in ranks if r not in there] for name, ranks in header.hosts}
     hosts = [f"ranks {ranks} on {name}" for name, ranks in lost.items() if ranks]
     return text + (f" (the files of {', '.join(hosts)} are lost)" if hosts else "")
+
+
+# By real path: the snapshot of this process that saves into a folder.
+_saving: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from meshverse import DeviceMesh
 from meshverse._torch_compat.dtensors import held_by, is_strided_shard, waited
 from meshverse._torch_compat.stock_layouts import keeps_rank_order
+from meshverse.parallel.models.trials import leaves_in
 from meshverse.parallel.reshard.sides import check_kind
 
 __all__ = ["Values"]
@@ -131,6 +132,11 @@ def _check_object(name: str, slot: _Slot) -> None:
             f"{name!r} is a {type(slot.value).__name__} inside of a container, where its "
             "state_dict() is not saved. Pass its state_dict(), or the object at the top level of "
             "the state"
+        )
+    if any(isinstance(each, DTensor) for each in leaves_in(slot.value)):
+        raise TypeError(
+            f"{name!r} is a {type(slot.value).__name__} with DTensors, which would be loaded by "
+            "ranks of the same mesh only. Use a dict or a list"
         )
     if not isinstance(slot.container, (MutableMapping, list)):
         raise TypeError(
