@@ -141,9 +141,9 @@ def _plan(universes: Sequence[Universe], holders: Sequence[object]) -> _Plan:
             problems.append(f"{one} holds a process group")
         elif id(one.group) not in old:
             problems.append(
-                f"{one} is an ended process group that no mesh to revive has. If its mesh was revived "
-                "by an earlier call, that call needed this object; now create the group again, and "
-                "set it"
+                f"{one} is an ended process group that no mesh to revive has. If its mesh was "
+                "revived by an earlier call, that call needed this object; now create the group "
+                "again, and set it"
             )
     return _Plan(universes, groups, old, held, problems)
 
