@@ -590,36 +590,22 @@ def test_other_settings_on_other_ranks_are_refused(crew: Crew, tmp_path: Path) -
         assert "is (2, 0) on rank 0, (2, 1) on rank 1" in messages[1]
 
 
-def _two_in_one_folder(root: Path) -> tuple[list[str], int | None, list[float]]:
-    """Return the refusals of a second snapshot of a process, and of another group's."""
-    rank, messages = dist.get_rank(), []
+def _two_in_one_folder(root: Path) -> tuple[int | None, list[float]]:
     first, second = Snapshot(root), Snapshot(root)
     first.save(1, {"a": torch.ones(2)})
     with pytest.raises(ValueError, match="another Snapshot of this process saves into") as error:
         second.save(1, {"a": torch.zeros(2)})
-    messages.append(str(error.value))
+    assert second.load({"a": torch.zeros(2)}) == 1  # which may be read
     del first, second, error
     gc.collect()  # what the error's frames hold
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    own = Snapshot(root, process_group=groups[rank // 2])
-    with pytest.raises(ValueError, match="Give each group a folder of its own") as refused:
-        own.save(2, {"a": torch.zeros(2)})
-    messages.append(str(refused.value))
-    Snapshot(root / str(rank // 2), process_group=groups[rank // 2]).save(1, {"a": rank})
-    dist.barrier()
     again, state = Snapshot(root), {"a": torch.zeros(2)}
     step = again.load(state)
     again.save(3, state)  # the first one is gone
-    return messages, step, state["a"].tolist()
+    return step, state["a"].tolist()
 
 
 def test_one_folder_is_one_snapshots(crew: Crew, tmp_path: Path) -> None:
-    for messages, step, values in crew.run(_two_in_one_folder, 4, tmp_path):
-        assert "another Snapshot of this process saves into" in messages[0]
-        assert re.search(
-            r"of ranks 0, 1, 2, 3 saves into .*this one has ranks \d, \d\.", messages[1]
-        )
-        assert (step, values) == (1, [1.0, 1.0])
+    assert crew.run(_two_in_one_folder, 2, tmp_path) == [(1, [1.0, 1.0])] * 2
 
 
 def _after_chdir(root: Path) -> int | None:

@@ -74,7 +74,7 @@ def _ends(processes: Sequence[Forked]) -> list[tuple[int, str, str]]:
         (["--megabytes", "1", "a=2"], r"Rank 1 was started with groups \[\[\['a'\], .*\['world'\]"),
     ],
 )
-def test_ranks_with_different_arguments_are_told(arguments: list[str], said: str) -> None:
+def test_ranks_with_different_arguments_get_an_error(arguments: list[str], said: str) -> None:
     port = held_port()
     processes = _start([0], 2, "--megabytes", "1", port=port)
     processes += _start([1], 2, *arguments, port=port)

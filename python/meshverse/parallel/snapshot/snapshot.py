@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import secrets
-import socket
 import stat
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,9 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from meshverse.for_extras import World
 from meshverse.parallel.collectives.steps import gathered, together
-from meshverse.wording import rank_list
 
 from .file import Contents, FileName, Header, Record, SnapshotFile, names_in
 from .hosts import Hosts, meet
@@ -34,7 +29,6 @@ __all__ = ["Snapshot"]
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 _NAMED = 8  # values that a message lists
-_STORE_USER = "snapshot"
 
 
 class Snapshot:
@@ -126,7 +120,7 @@ class Snapshot:
         Raises:
             ValueError: the step is negative, or not larger than the last one; a tensor has no
                 memory, is partial, or is split into parts that are no blocks; another snapshot of
-                the job saves into the folder; or see `load`.
+                this process saves into the folder; or see `load`.
             TypeError: the step is not an integer; or a value is of a kind that cannot be loaded
                 again: a sparse or quantized tensor, a tensor subclass, a shard of FSDP1, a DTensor
                 in a tuple, set or dataclass, or an object with a `state_dict()` that is not at the
@@ -442,7 +436,7 @@ class Snapshot:
         self._hosts, self._attempt = hosts, attempt  # last: a refused save begins anew
 
     def _claim_folder(self) -> None:
-        """Raise ValueError if another snapshot of this job saves into the folder.
+        """Raise ValueError if another snapshot of this process saves into the folder.
 
         Each would remove the files of the other one, or load them.
         """
@@ -455,18 +449,6 @@ class Snapshot:
                 f"another Snapshot of this process saves into {folder}. Save all state in one, or "
                 "give each a folder of its own"
             )
-        world = World.current()
-        if world is not None and world.run_keys is not None:
-            # By host, as the folder of another one may be its own.
-            place = hashlib.sha256(f"{socket.gethostname()} {folder}".encode()).hexdigest()[:32]
-            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-            world.run.add_user(_STORE_USER)  # until the default group ends, as the key stays
-            found = json.loads(world.run_keys.put_first(f"snapshot {place}", json.dumps(ranks)))
-            if found != ranks:
-                raise ValueError(
-                    f"the process group of ranks {rank_list(found)} saves into {folder}, and this "
-                    f"one has ranks {rank_list(ranks)}. Give each group a folder of its own"
-                )
         _saving[folder] = self
 
     def _reads(self, owner: int) -> bool:
