@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from .trials import OF_EVERY_MODULE
 
 _PLAIN = (type(None), str, bytes, bool, int, float, complex, type, ModuleType, torch.Size)
-_CONTAINERS = (Mapping, tuple, list, set, frozenset, deque)
+# Other classes may compute what they give out: they are searched as objects.
+_DICTS = (dict, MappingProxyType)
+_CONTAINERS = (*_DICTS, tuple, list, set, frozenset, deque)
 _DEPTH = 2  # objects on the way from an attribute to a tensor
 
 __all__ = ["keeping_attributes", "second_holders", "why_weight_is_not_split"]
@@ -126,7 +128,7 @@ def _tensors_behind(value: Any, registered: set[int]) -> Iterator[Tensor]:
 
 def _inside(value: Any) -> list[Any]:
     """Return what a container, a function, an object, or a module outside the model refers to."""
-    if isinstance(value, Mapping):
+    if isinstance(value, _DICTS):
         return [*value.values()]
     if isinstance(value, _CONTAINERS):
         return [*value]

@@ -138,7 +138,8 @@ def calls_in(model: nn.Module, wanted: Collection[str]) -> tuple[dict[str, Calls
         _watch(copied.get_submodule(name), name, now)
     found: dict[str, Calls] = {}
     partly: dict[str, Calls] = {}
-    takes_mask = "attention_mask" in signature(type(model).forward).parameters
+    forward: Any = getattr(type(model), "forward", None)  # a scripted module has none
+    takes_mask = callable(forward) and "attention_mask" in signature(forward).parameters
 
     def run(given: Tensor, **keywords: Tensor) -> bool:
         """Note the calls of a run, and return whether it came to its end."""
