@@ -51,7 +51,7 @@ from checkpoints import (
     values_of,
 )
 from hf_families import families, tiny_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from wrapped_models import WithValueHead
 
@@ -860,6 +860,32 @@ def test_an_adapter_that_is_saved_beside_its_model_leaves_the_model(tmp_path: Pa
     with pytest.raises(ValueError, match="'default' of PeftModel would not get the latter"):
         load_pretrained(adapted, tmp_path)
     load_pretrained(on_meta(str(tmp_path)), tmp_path)  # a model without an adapter
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+def test_what_peft_computes_as_it_saves_is_refused_by_name(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(saved("llama", str(tmp_path / "base")), config)
+    with pytest.raises(ValueError, match=r"PEFT computes .* of the adapter 'default' .*PREFIX"):
+        save_pretrained(adapted, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+def test_tensors_that_layers_share_have_pefts_names(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(saved("llama", str(tmp_path / "base")), config)
+    adapted.save_pretrained(tmp_path / "peft")
+    save_pretrained(adapted, tmp_path / "ours")
+    names = [
+        sorted(load_file(tmp_path / folder / "adapter_model.safetensors"))
+        for folder in ("peft", "ours")
+    ]
+    assert "base_model.vera_A" in names[0]
+    assert names[0] == names[1]
+    load_pretrained(adapted, tmp_path / "peft")
 
 
 def test_a_save_that_is_killed_between_its_renames_loses_nothing(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def adapter_places(model: nn.Module, adapter: str, places: Sequence[Place]) -> d
     """Return what PEFT saves of an adapter, by the name in its file.
 
     Raises:
-        ValueError: a module is in a wrapper that changes names.
+        ValueError: a module is in a wrapper that changes names, or PEFT saves what is no parameter
+            or buffer of the model, as for prompts.
     """
     check_names_of_modules(model)
     from peft import get_peft_model_state_dict
@@ -51,10 +52,16 @@ def adapter_places(model: nn.Module, adapter: str, places: Sequence[Place]) -> d
     marks = {place.name: torch.empty(place.tensor.shape, device="meta") for place in places}
     by_mark = {id(marks[place.name]): place for place in places}
     named = get_peft_model_state_dict(model, state_dict=marks, adapter_name=adapter)
-    return {
-        name if name.startswith(_PREFIX) else _PREFIX + name: by_mark[id(mark)]
-        for name, mark in named.items()
-    }
+    computed = [name for name, mark in named.items() if id(mark) not in by_mark]
+    if computed:
+        kind = model.peft_config[adapter].peft_type  # type: ignore[index, union-attr]
+        raise ValueError(
+            f"PEFT computes {in_words(computed)} of the adapter {adapter!r} ({kind}) as it saves: "
+            "these are no parameters, and cannot be saved or loaded here. Save the whole model "
+            "with torch.distributed.checkpoint."
+        )
+    prefix = "" if hasattr(model, "get_base_model") else _PREFIX  # PEFT's wrapper has it in names
+    return {f"{prefix}{name}": by_mark[id(mark)] for name, mark in named.items()}
 
 
 def first_values(
