@@ -143,11 +143,14 @@ def save_adapter(model: Any, adapter: str, tensors: dict[str, Tensor], folder: P
     """
     from safetensors.torch import save_file
 
-    save_file(
-        {name: each.contiguous() for name, each in tensors.items()},
-        folder / ADAPTER_WEIGHTS,
-        metadata={"format": "pt"},
-    )
+    values: dict[str, Tensor] = {}
+    seen = set[int]()
+    for name, each in tensors.items():
+        address = each.untyped_storage().data_ptr()
+        # Layers may share one, of which the file has one for each.
+        values[name] = each.clone() if address in seen else each.contiguous()
+        seen.add(address)
+    save_file(values, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = copy.deepcopy(model.peft_config[adapter])
     config.inference_mode = True  # as PEFT sets it in files
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
