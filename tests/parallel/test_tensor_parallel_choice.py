@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional as F
 from tp_models import MLP
 
 import meshverse
@@ -207,6 +208,26 @@ def test_the_plan_of_a_llama_is_refused_where_it_cannot_be_tried() -> None:
     assert not split(model)
     apply_tensor_parallelism(model, mesh(), given)
     assert "layers.0.self_attn.q_proj.weight" in split(model)
+
+
+class ReadsEmbedding(LikeLlama):
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = super().forward(tokens).to(self.lm_head.weight.dtype) @ self.lm_head.weight
+        return F.linear(hidden, self.embed_tokens.weight)
+
+
+def test_the_plan_of_a_llama_is_refused_where_weights_are_read_outside_their_layers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, given = ReadsEmbedding(), "meshverse.parallel.llama_tp_plan"
+    with pytest.raises(ValueError, match=r"Llama's cannot .*'lm_head.weight' is read") as refused:
+        apply_tensor_parallelism(model, mesh())
+    assert "'embed_tokens.weight' is read outside its layer" in str(refused.value)
+    assert not split(model)
+    with caplog.at_level(logging.WARNING):
+        apply_tensor_parallelism(model, mesh(), given)
+    assert "'embed_tokens.weight' is read outside its layer" in caplog.text
+    assert "embed_tokens.weight" in split(model)
 
 
 def test_no_llama_is_refused() -> None:

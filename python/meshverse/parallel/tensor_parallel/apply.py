@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -51,7 +52,7 @@ from meshverse.parallel.styles.local_styles import (
     SharedKeyGradAllreduce,
 )
 
-from .equal_modules import style_key
+from .equal_modules import style_key, style_text
 from .hf_plan import declared_styles
 from .regions import check_regions, has_local_output, regions, splits_activations
 from .trial import has_hooks_inside, styles_inside, try_plan
@@ -101,11 +102,11 @@ def apply_tp_plan(
 
     Args:
         model: model whose parameters are not distributed yet; those that the plan names become
-            DTensors. Give it the same values on all ranks, by the same seed or a checkpoint: that
-            is not checked.
+            DTensors. Give it the same values on all ranks, by the same seed or a checkpoint: only
+            names, shapes and dtypes are checked.
         tp_mesh: 1-D mesh.
-        plan: parallel styles by module name, the same on all ranks. A wildcard stands for one
-            component of a name. If several entries match a module, the last one is used.
+        plan: parallel styles by module name, the same on all ranks, in any order. A wildcard stands
+            for one component of a name. If several entries match a module, the last one is used.
         strict: whether an entry that matches no module is an error; if not, it is ignored with a
             warning.
 
@@ -114,8 +115,8 @@ def apply_tp_plan(
         ValueError: an entry matches no module, a style does not fit its module, a parameter or a
             number of heads between split layers has no entry, sizes or heads are not divisible by
             the number of ranks, modules that share a parameter, or parents that share a module,
-            would split it differently, or a module computes something else, or other gradients,
-            with parts of its features.
+            would split it differently, a module computes something else, or other gradients, with
+            parts of its features, or ranks have different plans or models.
     """
     given: Mapping[str, Any] = plan
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
@@ -180,6 +181,7 @@ def _apply(
     untried = try_plan(model, planned, counts, tp_mesh.size())
     _report(model, planned, untried, local_heads, is_guess=is_guess)
 
+    _check_same_on_ranks(model, planned, tp_mesh)
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     with keeping_attributes(model):
         for name in own_names:
@@ -198,6 +200,41 @@ def _apply(
     ]
     accept_split_logits(model, [model.get_submodule(name) for name in kept])
     synchronize_random_state(tp_mesh)
+
+
+def _check_same_on_ranks(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: DeviceMesh
+) -> None:
+    """Check that all ranks split the same layers in the same way: they communicate for each.
+
+    Raises:
+        ValueError: a mismatch; it is raised on all of them.
+    """
+    lines = [f"{name} by {style_text(style)}" for name, style in styles.items()]
+    lines += [
+        f"{name} of shape {tuple(each.shape)}, {each.dtype}"
+        for name, each in model.named_parameters()
+    ]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest()
+    own = torch.tensor(int.from_bytes(digest, "little"))
+    group = tp_mesh.get_group()
+    extremes = torch.stack([own, -own]).to(tp_mesh.device_type)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    if largest == -smallest:
+        return
+    of_ranks: list[list[str]] = [[] for _ in range(tp_mesh.size())]
+    dist.all_gather_object(of_ranks, lines, group=group)
+    on_all = set(lines).intersection(*of_ranks)
+    different = {
+        f"rank {rank}": [line for line in its if line not in on_all][:4]
+        for rank, its in zip(dist.get_process_group_ranks(group), of_ranks, strict=True)
+    }
+    raise ValueError(
+        f"{type(model).__name__} cannot be split: the ranks of tensor parallelism have different "
+        f"models or plans. Only on some of them: {different}. Give all of them the same model and "
+        "the same plan."
+    )
 
 
 def synchronize_random_state(mesh: DeviceMesh) -> None:
@@ -232,7 +269,10 @@ def _styles_by_module(
         )
     if absent:
         _logger.warning("%s has no modules %s: the plan's entries are ignored.", name, absent)
-    return {name: plan[key] for key, found in names.items() for name in found}
+    styles = {name: plan[key] for key, found in names.items() for name in found}
+    # Ranks communicate for each module, so all in one order, whatever that of their plans is.
+    in_order = (name for name, _ in model.named_modules(remove_duplicate=False))
+    return {name: styles[name] for name in in_order if name in styles}
 
 
 def _own_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from meshverse.parallel.experts.stacked import describe
 from meshverse.parallel.models.trials import kept_by, leaves_in, values_in
 
 from .equal_modules import PLAIN
+from .hidden_weights import ReadWeightError, hide_parameters_outside
 from .random_copies import LARGE, RandomCopies
 
 _logger = logging.getLogger(__name__)
@@ -118,24 +119,48 @@ def _key(value: Any) -> Hashable:
     return (type(value), value) if is_plain else object()
 
 
-def calls_in(model: nn.Module, wanted: Collection[str]) -> tuple[dict[str, Calls], set[str]]:
-    """Return the calls of modules in runs of a model, and which modules' calls are all known.
+class RunOfModel(NamedTuple):
+    """Calls and reads in runs of a model.
+
+    Attributes:
+        calls: of modules, by name.
+        known: the modules whose calls are all known: called in a run that came to its end.
+        read: split layers whose parameters were read outside them, with what was read.
+    """
+
+    calls: dict[str, Calls]
+    known: set[str]
+    read: dict[str, str]
+
+
+def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str]) -> RunOfModel:
+    """Run a copy of a model, to see how it calls modules and reads parameters.
 
     The model is run on token ids, and on hidden states of shape (sequences, tokens, features), up
-    to a run that reaches all these modules. If its forward takes an `attention_mask`, it is run
-    again with one that hides a token, as for padding. All calls of a module are known if it was
-    called in a run that came to its end.
+    to a run that reaches all modules. If its forward takes an `attention_mask`, it is run again
+    with one that hides a token, as for padding.
+
+    Args:
+        model: the model.
+        wanted: names of the modules whose calls are noted.
+        split: names of the layers whose parameters ranks have in DTensors.
     """
     copies = RandomCopies(model)
     try:
         copied = copies.copy(model)
     except Exception:  # noqa: BLE001  (attributes that cannot be copied raise anything)
-        return {}, set()
+        return RunOfModel({}, set(), {})
     _use_stand_ins(copied, copies)
     _use_no_caches(copied)
     now: dict[str, Calls] = {}
     for name in wanted:
         _watch(copied.get_submodule(name), name, now)
+    hidden: dict[str, Callable[[], None]] = {}
+    layers = {id(copied.get_submodule(name)) for name in split}
+    for name, module in copied.named_modules():
+        if id(module) in layers and not name.startswith(tuple(f"{each}." for each in hidden)):
+            hidden[name] = hide_parameters_outside(module, name)
+    read: dict[str, str] = {}
     found: dict[str, Calls] = {}
     partly: dict[str, Calls] = {}
     forward: Any = getattr(type(model), "forward", None)  # a scripted module has none
@@ -147,6 +172,10 @@ def calls_in(model: nn.Module, wanted: Collection[str]) -> tuple[dict[str, Calls
         try:
             with copies.undisturbed():
                 copied(given, **keywords)
+        except ReadWeightError as error:
+            read[error.layer] = str(error)
+            hidden.pop(error.layer)()
+            return run(given, **keywords)
         except Exception as error:  # noqa: BLE001  (a forward raises anything)
             _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
             return False
@@ -165,7 +194,7 @@ def calls_in(model: nn.Module, wanted: Collection[str]) -> tuple[dict[str, Calls
                     found[name] = {**own, **found.get(name, {})}
         if len(found) == len(wanted):
             break
-    return {**partly, **found}, {*found}
+    return RunOfModel({**partly, **found}, {*found}, read)
 
 
 def _watch(module: nn.Module, name: str, calls: dict[str, Calls]) -> None:

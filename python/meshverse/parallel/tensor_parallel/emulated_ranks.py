@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.utils._pytree import tree_leaves
 
 from meshverse.parallel.models.modules import adapted, parent_name
 from meshverse.parallel.styles.local_styles import (
@@ -32,6 +31,7 @@ from meshverse.parallel.styles.local_styles import (
 )
 
 from .calls import OUTPUT, Outputs
+from .hidden_weights import ReadWeightError, hide_parameters
 from .regions import has_local_output
 
 _COLUMN_WISE = (ColwiseParallel, PackedColwiseParallel)
@@ -45,34 +45,6 @@ class NotReplicatedError(Exception):
 
 class RanAgainError(Exception):
     """A split layer runs again in backward, as torch's checkpoint does."""
-
-
-class ReadWeightError(Exception):
-    """A split layer's parameter is read outside the layer, or in it as a number.
-
-    A rank has a part of it, and would get the number of that part.
-    """
-
-
-class _SplitWeight(Tensor):
-    """A split layer's parameter, as code outside the layer sees it: it tells its dtype and shape.
-
-    Attributes:
-        name: to name it by.
-    """
-
-    name: str
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        if function in _ABOUT_WEIGHTS:
-            plain: Any = super().__torch_function__
-            return plain(function, kinds, arguments, keywords)
-        given = tree_leaves((arguments, keywords))
-        name = next(vars(each)["name"] for each in given if isinstance(each, cls))
-        raise ReadWeightError(f"{name!r} is read outside its layer, which the plan splits.")
 
 
 class _Split(Tensor):
@@ -91,17 +63,6 @@ class _Split(Tensor):
 _TO_NUMBERS = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy),
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__array__),
-}
-_ABOUT_WEIGHTS = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size),
-    *(Tensor.__len__, torch.numel, torch.is_floating_point),
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            *("dtype", "device", "layout", "shape", "ndim"),
-            *("is_cuda", "is_meta", "is_leaf", "requires_grad"),
-        )
-    ),
 }
 
 
@@ -369,7 +330,7 @@ class EmulatedRanks:
         for name, style in self._styles.items():
             inside = module.get_submodule(name)
             if isinstance(style, _SPLIT):
-                _hide_parameters(inside, name)
+                hide_parameters(inside, name)
             if isinstance(style, _COLUMN_WISE):
                 inside.forward = partial(self._column_wise, rank, name)
             elif isinstance(style, _ROW_WISE):
@@ -492,16 +453,6 @@ def _called(layer: nn.Module, name: str, given: Tensor, *, is_row_wise: bool) ->
     except ReadWeightError as error:
         raise ReadWeightError(f"{name!r} reads a number of its weight or input.") from error
     return output.as_subclass(Tensor)
-
-
-def _hide_parameters(layer: nn.Module, name: str) -> None:
-    """Let code outside a split layer see no values of its parameters."""
-    for prefix, inside in layer.named_modules(prefix=name):
-        table: dict[str, Any] = inside._parameters
-        for own, parameter in table.items():
-            if parameter is not None:
-                table[own] = parameter.detach().as_subclass(_SplitWeight)
-                vars(table[own])["name"] = f"{prefix}.{own}"
 
 
 def _leaf(tensor: Tensor) -> Tensor:

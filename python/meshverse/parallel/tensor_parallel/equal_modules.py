@@ -160,6 +160,24 @@ def style_key(style: ParallelStyle) -> Hashable:
     return type(style), _plain(vars(style))
 
 
+def style_text(style: ParallelStyle) -> str:
+    """Return a style's class and plain settings in words that are the same in all processes."""
+    settings = {name: _in_words(each) for name, each in vars(style).items()}
+    return f"{type(style).__name__}({', '.join(f'{k}={v}' for k, v in sorted(settings.items()))})"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = sorted(f"{_in_words(key)}: {_in_words(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_in_words, value)))}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_in_words, value))})"
+    is_same = isinstance(value, PLAIN) and not isinstance(value, torch.device)
+    return repr(value) if is_same else type(value).__name__
+
+
 def _plain(value: Any) -> Hashable:
     """Return a key that is equal for equal plain values, and for one object."""
     if isinstance(value, dict):

@@ -25,17 +25,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from meshverse._torch_compat.module_hooks import has_forward_hooks
 from meshverse.parallel.models.leaves import in_words, other_leaves
 from meshverse.parallel.models.modules import child_name
+from meshverse.parallel.styles.local_styles import PackedColwiseParallel, PackedRowwiseParallel
 
-from .calls import OUTPUT, Inputs, Key, Outputs, calls_in, hidden_states
+from .calls import OUTPUT, Inputs, Key, Outputs, hidden_states, run_model
 from .emulated_ranks import (
     EmulatedRanks,
     RanAgainError,
-    ReadWeightError,
     RowWiseCalls,
     backward,
     is_emulated,
@@ -44,6 +49,7 @@ from .emulated_ranks import (
     relative_error,
 )
 from .equal_modules import Attribute, SameForm, add_to_forms, attributes_in, note_reads
+from .hidden_weights import ReadWeightError
 from .random_copies import Other, RandomCopies
 from .regions import closed_regions
 
@@ -52,6 +58,12 @@ _logger = logging.getLogger(__name__)
 _LARGEST_ERROR = 1e-3  # relative; a wrong forward is off by far more, rounding by less
 _SMALLEST = 1e-6  # norm of a tensor besides the output that may not be rounding alone
 _FLOOR = 1e-2  # smaller gradients, relative to the largest, may be zero but for rounding
+
+# Styles that make DTensors of all parameters.
+_DISTRIBUTING = (
+    *(ColwiseParallel, RowwiseParallel, SequenceParallel),
+    *(PackedColwiseParallel, PackedRowwiseParallel),
+)
 
 _OF_OUTPUT = (
     "Its forward may need all features or heads at once, or compute with a number of heads, which "
@@ -133,7 +145,8 @@ def try_plan(
         size: number of ranks.
 
     Returns:
-        Why a module was not tried, or not as the model calls it; by name.
+        Why a module was not tried, or not as the model calls it; or that it is a split layer whose
+        parameters other code reads. By name.
 
     Raises:
         ValueError: a module gives other outputs or gradients with its parts.
@@ -150,7 +163,9 @@ def try_plan(
             trials[region] = _Trial(region, module, inside, counts, size, names)
         else:
             problems[region] = "layers in it have styles or layouts that a trial does not know"
-    calls, known = calls_in(model, trials)
+    split = [name for name, style in styles.items() if isinstance(style, _DISTRIBUTING)]
+    calls, known, read = run_model(model, trials, split)
+    problems |= {name: f"{what} {_OF_WEIGHTS}" for name, what in read.items()}
     forms: dict[tuple[Hashable, Hashable], list[SameForm]] = {}  # by call, and by form
     for region, trial in trials.items():
         own = calls.setdefault(region, {None: None})
@@ -169,7 +184,7 @@ def try_plan(
                     inputs = calls[region][call]
                     for each, reason in _try(trials[region], form, region, inputs):
                         problems.setdefault(each, reason)
-    return {region: problems[region] for region in closed_regions(styles) if region in problems}
+    return {name: problems[name] for name in (*closed_regions(styles), *read) if name in problems}
 
 
 def _try(
