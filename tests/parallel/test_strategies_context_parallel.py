@@ -7,7 +7,7 @@ lacks. All else is torch's own: the exchange of keys and values, on gloo, and it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from helpers.tiers import in_tiers
 from helpers.worlds import fake_world
 from meshverse import DeviceMesh, init_device_mesh
 from meshverse.parallel import (
+    LossPerToken,
     ParallelismSizes,
     context_parallel,
     create_fsdp2_device_mesh,
@@ -48,11 +49,16 @@ def _cpu_allowed() -> Iterator[None]:
         yield
 
 
+def _attend(of: Callable[[], Callable[..., Tensor]]) -> Tensor:
+    return of()(*torch.ones(3, 1, 2, _LENGTH // 2, 4), is_causal=True)
+
+
 def _split(on_axis: bool) -> dict[str, Any]:
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
     tokens, positions, kept = _tokens(), torch.arange(_LENGTH), _tokens()
     with (
         _cpu_allowed(),
+        attention_for_cpus(),
         context_parallel(
             mesh["cp"] if on_axis else mesh,
             buffers=[tokens, positions, kept],
@@ -60,6 +66,7 @@ def _split(on_axis: bool) -> dict[str, Any]:
             no_restore_buffers=[kept],
         ),
     ):
+        _attend(lambda: F.scaled_dot_product_attention)
         inside = [tokens.tolist(), positions.tolist(), kept.tolist()]
     place = mesh["cp"].get_local_rank()
     return {"place": place, "inside": inside, "after": [tokens.tolist(), positions.tolist()]} | {
@@ -88,11 +95,11 @@ _SIZES = {
 _BOUND, _EXACT = 1e-5, MixedPrecisionPolicy()
 
 
-def _llama() -> nn.Module:
+def _llama(attention: str = "sdpa") -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation=attention,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
 
@@ -131,6 +138,109 @@ def _train(sizes: dict[str, int]) -> float:
 def test_training_equals_one_process(crew: Crew, name: str) -> None:
     size, sizes = _SIZES[name]
     assert max(crew.run(_train, size, sizes)) < _BOUND
+
+
+def _unsplit(is_called: bool) -> tuple[str, bool]:
+    """Attention by a name that was imported, or none at all."""
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+    tokens, own = _tokens(), F.scaled_dot_product_attention
+    split = context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1])
+    with (
+        _cpu_allowed(),
+        pytest.raises(RuntimeError, match="No attention was split") as raised,
+        split,
+    ):
+        _attend(lambda: own if is_called else lambda *each, **_: each[0])
+    assert torch.equal(tokens, _tokens())
+    return str(raised.value), F.scaled_dot_product_attention is own
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_a_context_in_which_no_attention_is_split_is_refused(crew: Crew, is_called: bool) -> None:
+    for message, is_restored in crew.run(_unsplit, 2, is_called):
+        assert 'attn_implementation="sdpa"' in message
+        assert is_restored
+
+
+def _fails() -> bool:
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+    own = F.scaled_dot_product_attention
+    with (
+        _cpu_allowed(),
+        pytest.raises(KeyError, match="mine"),
+        context_parallel(mesh, buffers=[_tokens()], buffer_seq_dims=[1]),
+    ):
+        raise KeyError("mine")
+    return F.scaled_dot_product_attention is own
+
+
+def test_an_error_inside_is_the_one_that_is_raised(crew: Crew) -> None:
+    assert all(crew.run(_fails, 2))
+
+
+def _compiled() -> None:
+    """Calls in compiled code are not seen, so nothing is refused then."""
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+    torch.compile(lambda each: each + 1, backend="eager")(torch.ones(1))
+    with _cpu_allowed(), context_parallel(mesh, buffers=[_tokens()], buffer_seq_dims=[1]):
+        pass
+
+
+def test_nothing_is_refused_where_compiled_code_may_have_called_attention(crew: Crew) -> None:
+    crew.run(_compiled, 2)
+
+
+def test_models_with_other_attention_are_refused_when_they_are_sharded() -> None:
+    model = _llama("eager")
+    with fake_world(8):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+        with pytest.raises(ValueError, match="LlamaForCausalLM has attn_implementation='eager'"):
+            fsdp2_strategy_parallelize(model, mesh)
+        assert not any(isinstance(each, DTensor) for each in model.parameters())
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        fsdp2_strategy_parallelize(model, mesh)
+
+
+def _loss_per_token(is_counted_inside: bool) -> float | str:
+    """Return the largest relative error of two microbatches' gradients, or the error."""
+    tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
+    rows = [(row[None, :-1].clone(), row[None, 1:].clone()) for row in tokens]
+    positions = torch.arange(32)[None].clone()
+    alone, model = _llama(), _llama()
+    for inputs, targets in rows:
+        (_loss(alone, inputs, targets, positions) / 64).backward()
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+    model = fsdp2_strategy_parallelize(model, mesh, mp_policy=_EXACT)
+    loss_of = LossPerToken(model, mesh)
+    if not is_counted_inside:
+        loss_of.count(*(targets for _, targets in rows))
+    buffers = [positions, *(each for row in rows for each in row)]
+    with (
+        _cpu_allowed(),
+        attention_for_cpus(),
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers)),
+    ):
+        if is_counted_inside:
+            loss_of.count(*(targets for _, targets in rows))
+        for inputs, targets in rows:
+            logits = model(inputs, position_ids=positions, use_cache=False).logits
+            loss_of(logits, targets).backward()
+    if not is_counted_inside:
+        with pytest.raises(RuntimeError, match="LossPerToken") as raised:
+            loss_of.count()
+        return str(raised.value)
+    assert loss_of.count(rows[0][1]) == 64
+    return max(
+        float((mine.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm())
+        for theirs, mine in zip(alone.parameters(), model.parameters(), strict=True)
+    )
+
+
+def test_a_loss_per_token_counts_each_token_once(crew: Crew) -> None:
+    assert max(crew.run(_loss_per_token, 2, True)) < _BOUND
+    for message in crew.run(_loss_per_token, 2, False):
+        assert "targets of 64 positions on this rank, but the loss was computed of 32" in message
+        assert "inside context_parallel()" in message
 
 
 def _refused() -> tuple[str, bool]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from tp_models import BOUND, MLP, Attention, HeadNorm, Latent, PackedMLP, Tied, example, make
 
 import meshverse
@@ -186,6 +187,32 @@ def errors_of(name: str, without: str | None) -> dict[str, float]:
 @pytest.mark.parametrize("name", PLANS)
 def test_split_model_equals_one_process(crew: Crew, name: str) -> None:
     for rank in crew.run(errors_of, 2, name, None):
+        assert max(rank.values()) < BOUND, rank
+
+
+def errors_under_ddp() -> dict[str, float]:
+    """Relative errors of outputs, and of the input's gradients, before and after a step.
+
+    Each replica has the whole batch, so that the mean of their gradients is that of one.
+    """
+    kind, plan = PLANS["norm and sinks"]
+    mesh = meshverse.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    split = make(kind)
+    apply_tp_plan(split, mesh["tp"], plan)
+    seen = []
+    for model in (make(kind), DistributedDataParallel(split, device_mesh=mesh["dp"])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results = {}
+        for step in range(2):
+            found = run(model, kind)
+            results |= {f"{name} {step}": found[name] for name in ("output", "input")}
+            optimizer.step()
+        seen.append(results)
+    return relative_errors(seen[1], seen[0], floor=1e-2)
+
+
+def test_replicas_of_a_split_model_equal_one_process(crew: Crew) -> None:
+    for rank in crew.run(errors_under_ddp, 4):
         assert max(rank.values()) < BOUND, rank
 
 

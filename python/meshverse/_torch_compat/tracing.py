@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,12 @@ from .private_names import (
 stock_concatenate = StockDeviceMesh._concatenate
 
 _STOCK_MODULE = "torch.distributed.device_mesh"
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled, or tried to, any function of this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")  # if nothing has, it may not be imported
+    return utils is not None and utils.counters["frames"]["total"] > 0
 
 
 def register_with_dynamo(

@@ -40,6 +40,10 @@ class LossPerToken:
     microbatch, or pass it to `pipeline_schedule` as the loss function: the object itself, because
     another function around it would be averaged over microbatches.
 
+    With context parallelism, targets are whole outside of `context_parallel`, and a rank's part
+    inside: pass one `context_parallel` the tensors of all microbatches of a step, and call `count`
+    in it.
+
     Args:
         model: model that is already sharded with FSDP2, or a sequence of this rank's pipeline
             stages.
@@ -70,6 +74,7 @@ class LossPerToken:
         local = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
         self._device = torch.device(kind, *local)
         self.tokens: Tensor | None = None
+        self._n_counted = self._n_passed = 0  # positions of this rank's targets, of this step
         for each in models:
             if self._data.size() > 1 and not isinstance(each, FSDPModule):
                 raise ValueError(
@@ -97,10 +102,16 @@ class LossPerToken:
             targets: targets of each microbatch, shape (batch, tokens): what each position predicts.
                 Of `labels=`, which transformers shifts itself, pass `labels[:, 1:]`.
 
+        Raises:
+            RuntimeError: since the last `count`, this object was called with other targets than
+                those that were counted: fewer positions, or more.
+
         Returns:
             Their number as an integer tensor without dimensions, at least 1, on the mesh's device.
             Models of transformers take it as `num_items_in_batch=` beside `labels=`.
         """
+        self._check_all_passed()
+        self._n_counted = sum(each.numel() for each in targets)
         own = sum((each.ne(self._ignored).sum() for each in targets), torch.tensor(0))
         self.tokens = own.to(self._device)
         dist.all_reduce(self.tokens, group=self._data.get_group())
@@ -138,6 +149,7 @@ class LossPerToken:
                 reduction="sum",
             )
 
+        self._n_passed += targets.numel()
         loss: Tensor = loss_of_split_logits(total, logits, targets)
         return loss / self.tokens
 
@@ -155,3 +167,14 @@ class LossPerToken:
         for group in (self._data.get_group(), *map(self._mesh.get_group, stages)):
             dist.all_reduce(whole, group=group)
         return whole.item()
+
+    def _check_all_passed(self) -> None:
+        """Check that the counted targets are those that the loss was computed of, if any was."""
+        n_passed, self._n_passed = self._n_passed, 0
+        if n_passed not in (0, self._n_counted):
+            raise RuntimeError(
+                f"LossPerToken.count() got targets of {self._n_counted:,} positions on this rank, "
+                f"but the loss was computed of {n_passed:,} since then: gradients have the wrong "
+                "scale. Call count once per step, with the targets of all its microbatches; with "
+                "context parallelism inside context_parallel(), where a rank has its part of them."
+            )

@@ -166,7 +166,8 @@ def fsdp2_specs(parallelism: ParallelismSizes, count: int) -> list[MeshSpec]:
     if replicas > 1 and (dp % replicas or dp == replicas):
         raise ValueError(
             f"dp_size={dp} must be a multiple of dp_replicate_size={replicas}, and larger: each "
-            "replica has the same number of shards, at least two. Use DDPConfig to replicate only."
+            "replica has the same number of shards, at least two. Use dp_replicate_size=1"
+            + (", or DDPConfig to replicate only." if tp == pp == cp == ep == 1 else ".")
         )
     spec = MeshSpec(
         shape=(pp, replicas, dp // replicas, cp, tp),

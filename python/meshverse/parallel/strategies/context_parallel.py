@@ -9,14 +9,19 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel as split_by_torch
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from meshverse._torch_compat.tracing import has_compiled
 from meshverse.parallel.models.packed_sequences import without_masks_for_packed_sequences
 
 # Devices and kernels for which torch implements attention over parts of sequences. With other
@@ -36,9 +41,11 @@ def context_parallel(
     """Cut buffers to this rank's part of each sequence within the context.
 
     Checks the arguments, then enters torch's `context_parallel`. Run forward and backward inside.
-    Attention must be `scaled_dot_product_attention`, causal and without a mask; it uses the whole
-    sequence. Pass as buffers all tensors with a dimension of tokens, including positions, and
-    labels that were shifted before. All ranks of the axis pass the same batch.
+    Attention must be causal and without a mask, and called as an attribute of torch.nn.functional,
+    `scaled_dot_product_attention`: torch replaces this attribute, not a name imported from there.
+    It sees the whole sequence; all other layers see this rank's part. Pass as buffers all tensors
+    with a dimension of tokens, including positions, and labels that were shifted before. All ranks
+    of the axis pass the same batch.
 
     If the length is divisible by twice the number of ranks, rank i gets the i-th part from the
     front and the i-th part from the end, so that all ranks have the same work. transformers would
@@ -53,6 +60,8 @@ def context_parallel(
 
     Raises:
         KeyError: the mesh has several axes, and none is called cp.
+        RuntimeError: the context ends, and no attention was split in it; gradients are wrong then.
+            Not raised once torch.compile has compiled anything, as calls in it are not seen.
         NotImplementedError: torch has no such attention for the mesh's device, such as the CPU.
         ValueError: a buffer lacks its dim, shares memory with another buffer, requires a gradient
             or is not contiguous; or lengths differ, or are not divisible by the number of ranks.
@@ -84,11 +93,60 @@ def context_parallel(
     split.__enter__()
     try:
         # Positions jump from a rank's front part to its end part, like those of packed sequences.
-        with sdpa_kernel(_KERNELS), without_masks_for_packed_sequences():
+        with (
+            sdpa_kernel(_KERNELS),
+            without_masks_for_packed_sequences(),
+            _noted_attention() as calls,
+        ):
             yield
     finally:
         # Without the exception: with one, torch 2.11 restores neither buffers nor attention.
         split.__exit__(None, None, None)
+    if not calls and not has_compiled():
+        raise RuntimeError(
+            "No attention was split over the ranks of context parallelism: nothing in the context "
+            "called torch.nn.functional.scaled_dot_product_attention, so each rank took its parts "
+            "of sequences for whole ones, and gradients are wrong. Set the model's "
+            'attn_implementation="sdpa"; in your own modules, call it as an attribute of '
+            "torch.nn.functional. Run forward and backward inside the context."
+        )
+
+
+def check_attention(model: nn.Module) -> None:
+    """Check that transformers' models use the attention that context parallelism splits.
+
+    Raises:
+        ValueError: a module's config has another `attn_implementation`.
+    """
+    for name, module in model.named_modules():
+        kind = getattr(vars(module).get("config"), "_attn_implementation", None)
+        if isinstance(kind, str) and kind != "sdpa":
+            raise ValueError(
+                f"Context parallelism splits scaled_dot_product_attention only, and "
+                f"{name or type(module).__name__} has attn_implementation={kind!r}: ranks would "
+                'take their parts of sequences for whole ones. Load the model with "sdpa", call '
+                'model.set_attn_implementation("sdpa"), or use cp_size=1.'
+            )
+
+
+@contextlib.contextmanager
+def _noted_attention() -> Iterator[set[str]]:
+    """Yield a set that is empty until attention is called, but for calls in compiled code."""
+    calls: set[str] = set()
+    split_attention = F.scaled_dot_product_attention  # torch's, for parts of sequences
+
+    @functools.wraps(split_attention)
+    def noted(*arguments: Any, **keywords: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            calls.add("called")
+        return split_attention(*arguments, **keywords)
+
+    functions: Any = F
+    functions.scaled_dot_product_attention = noted
+    try:
+        yield calls
+    finally:
+        functions.scaled_dot_product_attention = split_attention
 
 
 def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:

@@ -195,9 +195,7 @@ class LocalParameters(CheckedStyle):
         *arguments: Any,
         **keywords: Any,
     ) -> Any:
-        local = {
-            name: self._local(name, cast("DTensor", module._parameters[name])) for name in names
-        }
+        local = {name: self._local(name, _distributed(module, name)) for name in names}
         with replaced_attributes(module, local):
             return forward(*arguments, **keywords)
 
@@ -208,6 +206,12 @@ class LocalParameters(CheckedStyle):
     def __repr__(self) -> str:
         shown = self.placements | dict.fromkeys(self.summed, "summed")
         return f"{type(self).__name__}({shown or ''})"
+
+
+def _distributed(module: nn.Module, name: str) -> DTensor:
+    """Return a parameter, also while torch's DistributedDataParallel has it in an attribute."""
+    parameter = module._parameters.get(name)
+    return cast("DTensor", getattr(module, name) if parameter is None else parameter)
 
 
 class ReplicatedWithGradAllreduce(LocalParameters):
