@@ -172,6 +172,11 @@ std::optional<std::int64_t> RankMap::position_of(std::int64_t rank) const {
   return holds ? std::optional<std::int64_t>(position) : std::nullopt;
 }
 
+std::pair<std::int64_t, std::int64_t> RankMap::bounds() const {
+  if (is_sorted()) return {rank_at(0), rank_at(size_ - 1)};
+  return {rank_at(positions_by_rank_.front()), rank_at(positions_by_rank_.back())};
+}
+
 RankMap::Ptr RankMap::sorted() const {
   if (is_identity()) return identity(size_);
   Integers ranks = ranks_;
@@ -180,8 +185,7 @@ RankMap::Ptr RankMap::sorted() const {
 }
 
 RankArray RankMap::ranks() const {
-  std::int64_t largest = size_ - 1;
-  if (!is_identity()) largest = *std::max_element(ranks_.begin(), ranks_.end());
+  const std::int64_t largest = bounds().second;
   if (largest > std::numeric_limits<std::int32_t>::max()) {
     throw std::invalid_argument("ranks of a rank map with rank " + std::to_string(largest) +
                                 " as int32: a rank must be below 2**31; number the ranks lower");

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fingerprint.h"
@@ -35,6 +36,9 @@ class RankMap {
 
   // The position that holds this global rank, if any. O(1) for the identity, else O(log size).
   std::optional<std::int64_t> position_of(std::int64_t rank) const;
+
+  // The lowest and the highest rank. O(1).
+  std::pair<std::int64_t, std::int64_t> bounds() const;
 
   // Whether the ranks ascend, as those of the identity do. O(1).
   bool is_sorted() const { return positions_by_rank_.empty(); }

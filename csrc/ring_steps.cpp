@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -63,11 +64,17 @@ Integers ring_steps(const Integers& shape, const std::vector<Integers>& part_of_
     throw std::invalid_argument("a placement of " + std::to_string(n) +
                                 " positions for a mesh of " + std::to_string(positions));
   }
+  std::int64_t n_spots = std::numeric_limits<std::int64_t>::max();
+  if (!part_of_spot.empty()) n_spots = static_cast<std::int64_t>(part_of_spot[0].size());
+  largest("spot", placement, n_spots);
   Integers steps(shape.size() * part_of_spot.size());
   for (std::size_t level = 0; level < part_of_spot.size(); ++level) {
     const Integers& parts = part_of_spot[level];
-    const auto n_spots = static_cast<std::int64_t>(parts.size());
-    largest("spot", placement, n_spots);
+    if (static_cast<std::int64_t>(parts.size()) != n_spots) {
+      throw std::invalid_argument("level " + std::to_string(level) + " has the parts of " +
+                                  std::to_string(parts.size()) + " spots, and level 0 of " +
+                                  std::to_string(n_spots));
+    }
     // Parts are numbered from 0 on, and there are at most as many as spots.
     Integers seen(static_cast<std::size_t>(largest("part", parts, n_spots) + 1), -1);
     std::int64_t stride = n, first = 0;

@@ -34,7 +34,7 @@ class InterpreterReleased {
   }
 
   const bool is_main_thread_ = is_main_thread();  // before the GIL is released
-  const py::gil_scoped_release released_;
+  const Unlocked released_;
 };
 
 using PyGroupCache = GroupCache<py::object, InterpreterReleased>;
@@ -100,7 +100,12 @@ py::object get_or_create(PyGroupCache& cache, const AxisLayout& axis, const Opti
   if (PyCallable_Check(make.ptr()) == 0) throw py::type_error("make must be callable");
   GroupKey group{axis, key};
   own_references(group.options);
-  return cache.get_or_create(group, [&] { return py::object(make()); });
+  return cache.get_or_create(group, [&] {
+    // Not make(): it would drop references without the lock as Python ends a daemon thread.
+    auto made = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(make.ptr()));
+    if (!made) throw py::error_already_set();
+    return made;
+  });
 }
 
 py::object get(const PyGroupCache& cache, const AxisLayout& axis, const OptionsKey& key) {

@@ -43,7 +43,7 @@ PlanArrays plan(const std::vector<Holders>& holders, const std::vector<MoveTuple
                           " ranks in a world of " + std::to_string(world_size) +
                           ": give the node of every rank");
   }
-  const py::gil_scoped_release release;
+  const Unlocked unlocked;
   std::vector<Move> moves;
   moves.reserve(tuples.size());
   for (const auto& [shape, itemsize, source, target] : tuples) {
@@ -51,9 +51,12 @@ PlanArrays plan(const std::vector<Holders>& holders, const std::vector<MoveTuple
   }
   const Nodes nodes = node_of_rank ? Nodes(*node_of_rank) : Nodes(world_size, node_size);
   reshard::Plan made = reshard::plan(holders, moves, nodes, rank, round_bytes);
-  constexpr std::int64_t kColumns = 7;
-  const auto rows = static_cast<std::int64_t>(made.messages.size()) / kColumns;
-  return {RankArray(rows, kColumns, std::move(made.messages)), RankArray(std::move(made.boxes)),
+  Integers messages;
+  for (const auto& message : made.messages) {
+    messages.insert(messages.end(), message.begin(), message.end());
+  }
+  const auto rows = static_cast<std::int64_t>(made.messages.size());
+  return {RankArray(rows, 7, std::move(messages)), RankArray(std::move(made.boxes)),
           RankArray(std::move(made.kept))};
 }
 

@@ -17,7 +17,7 @@ void bind_ring_steps(py::module_& module) {
       "ring_steps",
       [](const Integers& shape, const std::vector<Integers>& part_of_spot,
          const std::vector<Integers>& placements) {
-        const py::gil_scoped_release release;
+        const Unlocked unlocked;
         std::vector<Integers> steps;
         steps.reserve(placements.size());
         for (const Integers& placement : placements) {

@@ -23,6 +23,19 @@ void bind_held_lock(py::module_& module);
 void bind_reshard(py::module_& module);
 void bind_ring_steps(py::module_& module);
 
+// Releases Python's lock. Unlike pybind11's, its destructor may be left by the unwinding with which
+// Python before 3.14 ends a daemon thread that asks for the lock while the interpreter ends.
+class Unlocked {
+ public:
+  Unlocked() = default;
+  ~Unlocked() noexcept(false) { PyEval_RestoreThread(state_); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* const state_ = PyEval_SaveThread();
+};
+
 // Plain Python classes: pybind11's own metaclass adds static properties, which nothing here has.
 inline py::metaclass plain_class() {
   return py::metaclass(reinterpret_cast<PyObject*>(&PyType_Type));

@@ -16,10 +16,19 @@ namespace meshverse::bindings {
 
 namespace py = pybind11;
 
+inline bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 // A new reference to a Python object.
 inline std::shared_ptr<void> refer_to(py::handle object) {
   const auto release = [](void* referred_to) {
-    if (Py_IsInitialized() == 0) return;  // the interpreter is gone
+    if (Py_IsInitialized() == 0) return;                     // the interpreter is gone
+    if (PyGILState_Check() == 0 && is_finalizing()) return;  // taking the lock would end the thread
     const py::gil_scoped_acquire gil;
     Py_DECREF(static_cast<PyObject*>(referred_to));
   };

@@ -10,10 +10,10 @@ std::string shown(py::handle value) {
 }
 
 // Replaces a TypeError of the interpreter by one that names the argument; rethrows other errors.
-[[noreturn]] void throw_type_error(const std::string& message) {
+[[noreturn]] void throw_type_error(const char* name, const char* rule, py::handle value) {
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
-  PyErr_Clear();
-  throw py::type_error(message);
+  PyErr_Clear();  // before repr() runs
+  throw py::type_error(std::string(name) + rule + ", got " + shown(value));
 }
 
 }  // namespace
@@ -28,9 +28,7 @@ std::string to_text(py::handle value) {
 
 std::int64_t to_integer(py::handle value, const char* name) {
   const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
-  if (!index) {
-    throw_type_error(std::string(name) + " must be integers, got " + shown(value));
-  }
+  if (!index) throw_type_error(name, " must be integers", value);
   int overflow = 0;
   const long long integer = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   if (overflow != 0) {
@@ -43,9 +41,7 @@ std::int64_t to_integer(py::handle value, const char* name) {
 std::vector<std::int64_t> to_integers(py::handle values, const char* name) {
   // A copy as a tuple: an item's __index__ is foreign code, which may change a list.
   const auto items = py::reinterpret_steal<py::object>(PySequence_Tuple(values.ptr()));
-  if (!items) {
-    throw_type_error(std::string(name) + " must be a sequence of integers, got " + shown(values));
-  }
+  if (!items) throw_type_error(name, " must be a sequence of integers", values);
   std::vector<std::int64_t> integers;
   const Py_ssize_t length = PyTuple_GET_SIZE(items.ptr());
   integers.reserve(static_cast<std::size_t>(length));

@@ -88,11 +88,13 @@ std::optional<OptionValue> read_scalar(py::handle value) {
                                             : std::string(py::str(value))};
 }
 
-// Whether the repr of a dict's key or a set's item identifies it.
-bool is_known_by_repr(py::handle value) {
+// Whether the repr of a dict's key or a set's item, `depth` tuples deep in it, identifies it.
+bool is_known_by_repr(py::handle value, std::size_t depth = 0) {
   if (!py::isinstance<py::tuple>(value)) return read_scalar(value).has_value();
+  if (depth >= kMaxDepth) return false;
   const auto items = py::reinterpret_borrow<py::tuple>(value);
-  return std::all_of(items.begin(), items.end(), is_known_by_repr);
+  return std::all_of(items.begin(), items.end(),
+                     [&](py::handle item) { return is_known_by_repr(item, depth + 1); });
 }
 
 Handle make_handle(py::handle value) { return {refer_to(value), type_name_of(value)}; }
@@ -332,7 +334,22 @@ class Reader {
       read_fields(value, name + ".");
       add(name, Tagged{type_name_of(value), ""});
     }
+    if (is_container(value)) read_attributes(value, name + ".");
     path_.pop_back();
+  }
+
+  // Reads the attributes that an object of a class derived from a container has besides its items.
+  void read_attributes(const py::object& container, const std::string& prefix) {
+    const py::object attributes = py::getattr(container, "__dict__", py::none());
+    if (!py::isinstance<py::dict>(attributes)) return;
+    std::set<std::string> names;
+    for (const auto& [name, unused] : py::reinterpret_borrow<py::dict>(attributes)) {
+      names.insert(to_text(name));
+    }
+    for (const std::string& name : names) {
+      const std::string path = prefix + name;
+      if (ignored_.count(path) == 0) attempt([&] { read_field(container, name, path); });
+    }
   }
 
   void read_sequence(py::handle sequence, const std::string& name, bool in_cpp) {

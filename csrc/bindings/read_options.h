@@ -1,8 +1,8 @@
 // Reading of options objects of any type by reflection, for options keys.
 //
-// Scalars (numbers, strings, enums, paths, this module's values) are compared by value, containers
-// and data by their parts, and all other objects, called handles, by identity. Three kinds of
-// objects are data:
+// Scalars (Python's numbers and strings, enums, paths, this module's values) are compared by value,
+// also those of derived classes; containers and data by their parts, which are items, fields and
+// attributes; and all other objects, called handles, by identity. Three kinds of objects are data:
 // - dataclasses and namespaces, whatever they hold;
 // - structs of C++ extensions with writable C++ fields: if read from a field of a C++ object, if
 //   their type can be copied, or if they share the base class with these fields with the options;

@@ -19,8 +19,7 @@ Holders::Holders(RankMap::Ptr rank_map, std::int64_t base, Layout axes)
   if (rank_map_->is_sorted()) {
     bounds_ = {rank_map_->rank_at(base_), rank_map_->rank_at(base_ + axes_.cosize() - 1)};
   } else {
-    bounds_ = {rank_map_->sorted()->rank_at(0),
-               rank_map_->sorted()->rank_at(rank_map_->size() - 1)};
+    bounds_ = rank_map_->bounds();
   }
 }
 

@@ -49,8 +49,7 @@ class Filling {
 
   void end() {
     if (bytes_ == 0) return;
-    plan_.messages.insert(plan_.messages.end(),
-                          {step_, round_, peer_, is_sent_, bytes_, first_, n_boxes_});
+    plan_.messages.push_back({step_, round_, peer_, is_sent_, bytes_, first_, n_boxes_});
     ++round_;
     begin();
   }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -174,7 +173,9 @@ class Planner {
       const std::int64_t step = is_sent ? peer - rank_ : rank_ - peer;
       pack(boxes, (step + world) % world, peer, is_sent, round_bytes, plan_);
     }
-    sort_messages();
+    std::sort(plan_.messages.begin(), plan_.messages.end(), [](const auto& a, const auto& b) {
+      return std::tie(a[0], a[1], a[3]) < std::tie(b[0], b[1], b[3]);  // step, round, direction
+    });
     return std::move(plan_);
   }
 
@@ -272,25 +273,6 @@ class Planner {
                                  &target.holders, target.free_axes, targets.offset()}];
     if (!matching) matching = std::make_unique<Matching>(sources, targets, nodes_, rank_);
     return *matching;
-  }
-
-  void sort_messages() {
-    constexpr std::size_t kWidth = 7;
-    std::vector<std::size_t> order(plan_.messages.size() / kWidth);
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    const auto key = [&](std::size_t row) {
-      const auto* message = &plan_.messages[row * kWidth];
-      return std::make_tuple(message[0], message[1], message[3]);
-    };
-    std::sort(order.begin(), order.end(),
-              [&](std::size_t a, std::size_t b) { return key(a) < key(b); });
-    std::vector<std::int64_t> sorted;
-    sorted.reserve(plan_.messages.size());
-    for (const std::size_t row : order) {
-      const auto first = plan_.messages.begin() + static_cast<std::ptrdiff_t>(row * kWidth);
-      sorted.insert(sorted.end(), first, first + kWidth);
-    }
-    plan_.messages = std::move(sorted);
   }
 
   using MatchingKey = std::tuple<const Holders*, std::vector<std::size_t>, std::int64_t,

@@ -1,6 +1,7 @@
 // The result of planning: flat lists of integers.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -17,7 +18,7 @@ struct Plan {
   // `boxes`, number of boxes. Sorted by (step, round), the order in which all ranks exchange
   // messages. In step s, a rank sends to rank + s and receives from rank - s, modulo the world
   // size. If more than `round_bytes` go to one peer, they are exchanged in several rounds.
-  std::vector<std::int64_t> messages;
+  std::vector<std::array<std::int64_t, 7>> messages;
   std::vector<std::int64_t> boxes;
   std::vector<std::int64_t> kept;
 };

@@ -192,8 +192,7 @@ class Exchange {
   void exchange(std::int64_t rank, bool sends) {
     const Plan& own = plans_[static_cast<std::size_t>(rank)];
     std::pair<std::int64_t, std::int64_t> last{-1, -1};
-    for (std::size_t row = 0; row + 7 <= own.messages.size(); row += 7) {
-      const std::int64_t* message = own.messages.data() + row;
+    for (const auto& message : own.messages) {
       const std::int64_t step = message[0], round = message[1], peer = message[2];
       if (std::pair{step, round} < last) fail("messages are not in order");
       last = {step, round};
@@ -226,7 +225,7 @@ class Exchange {
   // Calls `visit` with each element of a message: its tensor, first byte, and place in the local
   // tensor.
   template <class Visit>
-  void boxes(const Plan& own, const std::int64_t* message, const Visit& visit) {
+  void boxes(const Plan& own, const std::array<std::int64_t, 7>& message, const Visit& visit) {
     auto at = own.boxes.begin() + message[5];
     for (std::int64_t count = 0; count < message[6]; ++count) {
       const std::int64_t tensor = *at++, first = *at++, n = *at++;

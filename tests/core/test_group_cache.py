@@ -461,6 +461,48 @@ def test_python_ends_while_a_thread_makes_an_entry():
     assert ended.returncode == 0, ended.stderr
 
 
+_ENDS_WHILE_THREADS_WAIT = """
+import sys, threading, time
+from meshverse._core import AxisLayout, GroupCache, OptionsKey, ring_steps
+
+cache, axis, key = GroupCache(), AxisLayout(2), OptionsKey.of("gloo")
+begun = threading.Event()
+placements = [[*range(1 << 17)]] * 64
+
+def make():
+    begun.set()
+    while True:
+        time.sleep(0.001)
+
+def compute():
+    while True:
+        ring_steps([1 << 17], [[0] * (1 << 17)], placements)
+
+threading.Thread(target=cache.get_or_create, args=(axis, key, make), daemon=True).start()
+assert begun.wait(60)
+for work in (lambda: cache.get_or_create(axis, key, object), compute):
+    threading.Thread(target=work, daemon=True).start()
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)  # the threads ask for Python's lock while the interpreter ends
+
+sys.slow = Slow()
+time.sleep(0.2)  # most likely, both threads are in the core by then; if not, they end well, too
+raise SystemExit(3)
+"""
+
+
+def test_a_process_ends_while_daemon_threads_are_in_the_core():
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_WHILE_THREADS_WAIT],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert ended.returncode == 3, ended.stderr
+
+
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_fork_makes_what_a_thread_of_its_parent_was_making():
     cache, begun, go_on = GroupCache(), threading.Event(), threading.Event()

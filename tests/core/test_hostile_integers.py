@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+
+import pytest
 
 from helpers.forked import SECONDS
+from meshverse._core import AxisLayout, Layout, RankMap
 
 # In a process of its own, so that a crash is seen. Every integer parameter of every callable takes
 # every hostile value, alone and in pairs, with plain values elsewhere. Then whatever an object has
@@ -145,3 +149,22 @@ def test_every_callable_answers_or_raises() -> None:
     )
     *_, last = done.stdout.splitlines()
     assert (done.returncode, last) == (0, "not tried: []"), f"{last}\n{done.stderr}"
+
+
+class _NoInteger:
+    def __repr__(self) -> str:
+        return f"no {'integer'}"  # Python code, which runs while the error is made
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        AxisLayout,
+        lambda value: AxisLayout([value]),
+        lambda value: RankMap.from_ranks([value]),
+        lambda value: Layout.from_shape((2, 4)).select(value),
+    ],
+)
+def test_what_is_no_integer_is_named(call: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=r"integer.*, got .*no integer"):
+        call(_NoInteger())

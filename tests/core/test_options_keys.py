@@ -430,6 +430,39 @@ def test_an_attribute_that_hides_a_property_wins():
     assert repr(key(changed(Hiding, value=1))) == "OptionsKey('custom', value=1)"
 
 
+class Hints(dict):
+    pass
+
+
+class Spots(list):
+    pass
+
+
+class Pair(tuple):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Hints, Spots, Pair, collections.OrderedDict])
+def test_attributes_of_containers_count(kind):
+    def hints(mode):
+        own = kind()
+        own.mode = [mode]
+        return changed(hints=own)
+
+    assert key(hints("ring")) == key(hints("ring")) != key(hints("tree"))
+    assert repr(key(hints("ring"))).count("'ring'") == 1
+    assert key(hints("ring"), ignored=["hints.mode"]) == key(changed(hints=kind()))
+
+
+@pytest.mark.parametrize("depth", [9, 20_000])
+def test_a_deep_tuple_as_a_key_of_a_dict_is_a_handle(depth):
+    deep = ()
+    for _ in range(depth):
+        deep = (deep,)
+    assert key(changed(hints={deep: 1})) == key(changed(hints={deep: 1}))
+    assert "<builtins.tuple 0>" in repr(key(changed(hints={deep: 1})))
+
+
 def test_what_cannot_be_read_says_so():
     with pytest.raises(
         TypeError,

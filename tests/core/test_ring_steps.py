@@ -47,7 +47,9 @@ def test_a_group_on_n_parts_has_n_steps_or_none(shape, data) -> None:
     [
         ([2, 2], [[0, 1]], [0, 1, 1], "a placement of 3 positions for a mesh of 4"),
         ([2], [[0, 1]], [0, 2], "spot 2: there are only those from 0 to 1"),
-        ([2], [[0, 1], [0]], [0, 1], "spot 1: there are only those from 0 to 0"),
+        ([2], [[0, 1], [0]], [0, 1], "level 1 has the parts of 1 spots, and level 0 of 2"),
+        ([2], [[0, 1], [0, 0, 0]], [0, 1], "level 1 has the parts of 3 spots, and level 0 of 2"),
+        ([2], [], [-5, 7], "spot -5"),
         ([2], [[0, 5]], [0, 1], "part 5: there are only those from 0 to 1"),
         ([2, 0], [[0]], [], "an axis of size 0"),
     ],

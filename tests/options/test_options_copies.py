@@ -86,6 +86,15 @@ class Pair(tuple):
     pass
 
 
+class Hints(dict):  # type: ignore[type-arg]
+    pass
+
+
+def _with_attribute(value: Any) -> Any:
+    value.lengths = [2]
+    return value
+
+
 class NamedPair(NamedTuple):
     plug: Any
     lengths: list[int]
@@ -221,6 +230,14 @@ _DATA: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dict": (
         lambda: collections.defaultdict(list, a=[2]),
         lambda value: value["b"].append(3),
+    ),
+    "attribute of a dict": (
+        lambda: _with_attribute(Hints(a=1)),
+        lambda value: value.lengths.append(3),
+    ),
+    "attribute of a tuple": (
+        lambda: _with_attribute(Pair([1])),
+        lambda value: value.lengths.append(3),
     ),
     "set": (lambda: {1, 2}, lambda value: value.add(3)),
     "object": (Config, lambda value: value.hints["a"].append(2)),

@@ -333,14 +333,18 @@ def _copy(backend_options: BackendOptions | None) -> BackendOptions | None:
 
 def _copy_data(value: Any, copied: Callable[[Any], Any]) -> Any:
     """Return a copy of a container or an object. `copied` returns the copies of its parts."""
-    if isinstance(value, tuple):
-        return tuple.__new__(type(value), map(copied, value))
-    if isinstance(value, (list, dict, set, frozenset)):
-        mine: Any = copy.copy(value)
+    if isinstance(value, (tuple, list, dict, set, frozenset)):
+        mine: Any
+        if isinstance(value, tuple):
+            mine = tuple.__new__(type(value), map(copied, value))
+        else:
+            mine = copy.copy(value)
         if isinstance(value, list):
             list.__setitem__(mine, slice(None), map(copied, value))
         elif isinstance(value, dict):
             dict.update(mine, {key: copied(item) for key, item in value.items()})
+        if own := getattr(value, "__dict__", None):  # of a class derived from a container
+            vars(mine).update((name, copied(item)) for name, item in own.items())
         return mine
     mine = _empty_like(value)
     if mine is None:
