@@ -472,7 +472,7 @@ placements = [[*range(1 << 17)]] * 64
 def make():
     begun.set()
     while True:
-        time.sleep(0.001)
+        time.sleep(0.001)  # sleep: forever
 
 def compute():
     while True:
@@ -485,10 +485,10 @@ for work in (lambda: cache.get_or_create(axis, key, object), compute):
 
 class Slow:
     def __del__(self, sleep=time.sleep):
-        sleep(0.5)  # the threads ask for Python's lock while the interpreter ends
+        sleep(0.5)  # sleep: the threads ask for Python's lock while the interpreter ends
 
 sys.slow = Slow()
-time.sleep(0.2)  # most likely, both threads are in the core by then; if not, they end well, too
+time.sleep(0.2)  # sleep: both threads are most likely in the core by then; if not, they end well
 raise SystemExit(3)
 """
 
