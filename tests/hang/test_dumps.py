@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -190,6 +191,35 @@ def test_a_dump_is_as_old_as_its_snapshot(tmp_path: Path, monkeypatch: pytest.Mo
         file = write_dump(tmp_path)
         monkeypatch.undo()
     assert file.stat().st_mtime == BEGIN
+
+
+def test_a_dump_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written_by_halves(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(flight_recorder, "not_recording_reason", str)
+    monkeypatch.setattr(flight_recorder, "recorded_pickle", lambda: b"snapshot")
+    with fake_world(4):
+        file = write_dump(tmp_path)
+        monkeypatch.setattr(Path, "write_bytes", written_by_halves)
+        with pytest.raises(OSError, match="No space left"):
+            write_dump(tmp_path)
+    assert file.read_bytes() == b"snapshot"
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_damaged_dump_of_the_last_rank_is_named(tmp_path: Path, capsys) -> None:
+    dumps = Job([[Step("all_reduce", "world")] * 2] * 2 + [[Step("all_reduce", "world")]])
+    for rank, dump in dumps.dumps(Format("gloo")).items():
+        content = b"" if rank == 2 else pickle.dumps(dump)
+        (tmp_path / f"trace_rank_{rank}").write_bytes(content)
+    assert main(["hang", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "Verdict: there is no dump of rank 2 (trace_rank_2: it is empty)." in said
 
 
 def test_a_file_that_is_given_twice_is_read_once(tmp_path: Path, capsys) -> None:

@@ -50,19 +50,22 @@ def test_a_call_of_many_rounds_is_found_whatever_its_place() -> None:
         assert found.is_by_rounds
 
 
-def _out_of_step(waiting: list[str], missing: list[str]) -> tuple[int, dict[int, str]] | None:
+def _out_of_step(
+    waiting: list[str], missing: list[str], operation: str = "all_reduce"
+) -> tuple[int, dict[int, str]] | None:
     """Return where two ranks were out of step; the first one waits in its last call.
 
     Args:
         waiting: line of each call of rank 0; "" if it is not known.
         missing: the same of rank 1.
+        operation: of all calls.
     """
     records = {}
     for rank, lines in enumerate([waiting, missing]):
         records[rank] = record = RankRecord(rank, 100.0)
         record.groups["g"] = GroupSeen("axis dp", [0, 1])
         record.calls = [
-            Call("g", number, "all_reduce", number < len(waiting), 0.0, line=line)
+            Call("g", number, operation, number < len(waiting), 0.0, line=line)
             for number, line in enumerate(lines, 1)
         ]
     (stuck,) = find_stuck(records)
@@ -85,3 +88,10 @@ def _out_of_step(waiting: list[str], missing: list[str]) -> tuple[int, dict[int,
 )
 def test_calls_of_different_lines_with_one_number_are_out_of_step(waiting, missing, found) -> None:
     assert _out_of_step(waiting, missing) == found
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "scatter", "gather", "reduce"])
+def test_ranks_that_are_the_root_in_turn_are_in_step(operation: str) -> None:
+    """The root calls from a line of its own, as with `if rank == source`."""
+    assert _out_of_step(["a", "b", "b"], ["b", "a"], operation) is None
+    assert _out_of_step(["a", "b", "b"], ["b", "a"]) is not None

@@ -125,9 +125,9 @@ _LINES = {
 _OUT_OF_STEP = (
     "But ranks 4, 5 were out of step before: number 6 on axis tp was all_reduce at "
     f"hang/stuck_job.py:{_LINES['the first of a step']} in is_out_of_step on rank 4 and all_reduce "
-    f"at hang/stuck_job.py:{_LINES['the second of a step']} in is_out_of_step on rank 5. One of "
-    "these ranks skipped a call there, made an extra one, or called in another order: results "
-    "since then may be wrong."
+    f"at hang/stuck_job.py:{_LINES['the second of a step']} in is_out_of_step on rank 5. Unless "
+    "both lines are branches of one call, one of these ranks skipped a call there, made an extra "
+    "one, or called in another order: results since then may be wrong."
 )
 _CASES = [
     Stuck(

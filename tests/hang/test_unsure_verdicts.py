@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.crew import Crew
 from helpers.recorded_job import BEGIN, Format, Job, Step
+from helpers.turns import wait_until
 from meshverse.hang.live import record_here
 from meshverse.hang.records import Call, GroupSeen, Progress, RankRecord
 from meshverse.hang.report import ReportFormatter
@@ -156,6 +159,120 @@ def test_a_rank_that_is_elsewhere_in_the_program_is_no_sure_deadlock(
     is_elsewhere = "data.py" in doing
     assert ("Verdict: this may be a deadlock." in said) == is_elsewhere
     assert ("But rank 0 is at x/data.py:99 in load_batch" in said) == is_elsewhere
+
+
+@pytest.mark.parametrize("caller", ["main", "of the group", "the one that waits"])
+def test_a_rank_that_waits_in_another_thread_is_no_sure_deadlock(caller: str) -> None:
+    """As a thread that waits for commands while the main one is still loading a batch."""
+    lines = "/x/train.py:20 in step", "/x/listen.py:30 in listen"
+    calls = {0: [_call("train", 5, lines[0])], 1: [_call("control", 7, lines[1])]}
+    records = _records({"train": range(2), "control": range(2)}, calls)
+    load = "/x/data.py:99 in load_batch"
+    records[0].doing, records[1].doing = lines[0], load if caller == "main" else lines[1]
+    records[1].doing_in["control"] = lines[1]
+    if caller == "of the group":  # which made the last call of the stuck group on this rank
+        records[1].doing_in["train"] = load
+    elif caller == "the one that waits":
+        records[1].doing_in["train"] = lines[1]
+    found = find_stuck(records)
+    formatter = ReportFormatter()
+    said, data = formatter.text(found), formatter.data(found)
+    is_sure = caller == "the one that waits"
+    assert {one["cause"] for one in data} == {"deadlock"}
+    assert ("Verdict: a deadlock." in said) == is_sure
+    assert [bool(one["doubts"]) for one in data] == [not is_sure] * 2
+    assert ("rank 1 waits there in one thread, and has another at x/data.py:99" in said) != is_sure
+
+
+def test_a_thread_that_waits_in_a_call_of_the_deadlock_itself_is_no_doubt() -> None:
+    lines = "/x/train.py:20 in step", "/x/listen.py:30 in listen"
+    calls = {
+        0: [_call("train", 5, lines[0])],
+        1: [_call("control", 7, lines[1]), _call("eval", 1, lines[0])],
+        2: [_call("train", 5, lines[0])],
+    }
+    groups = {"train": range(3), "control": range(2), "eval": range(1, 3)}
+    records = _records(groups, calls)
+    for record in records.values():
+        record.doing = lines[0]
+    records[1].doing_in["control"] = lines[1]
+    found = find_stuck(records)
+    assert "Verdict: a deadlock." in ReportFormatter().text(found)
+
+
+@pytest.mark.parametrize("begun", [None, 0, 2, 3])
+def test_a_rank_whose_calls_are_no_longer_recorded_may_still_be_known_to_be_missing(
+    begun: int | None,
+) -> None:
+    line = "/x/data.py:99 in load_batch"
+    calls = {0: [_call("eval", 3, "/x/train.py:20 in evaluate")], 1: []}
+    records = _records({"eval": range(2)}, calls)
+    records[1].doing, records[1].is_cut = line, True
+    if begun is not None:
+        records[1].begun["eval"] = begun
+    said = ReportFormatter().text(find_stuck(records))
+    is_known = begun in (0, 2)
+    assert ("Verdict: rank 1 has not called it: look at x/data.py:99 in load_batch." in said) == (
+        is_known
+    )
+    assert ("no longer has calls in this group: it may have called it, or not" in said) != is_known
+    assert ("no longer in its flight recorder" in said) == (begun != 0)
+
+
+def _seen(kind: str) -> tuple[RankRecord, str]:
+    """Return what rank 0 knows of a call that rank 1 makes later, and the call's group."""
+    group = dist.new_group(group_desc=kind)  # no earlier test's, whose calls are recorded
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+
+    def call() -> None:
+        if kind == "monitored barrier":
+            dist.monitored_barrier(group)
+        elif kind == "blocking":
+            dist.all_reduce(torch.ones(2), group=group)
+        else:
+            works.append(dist.all_reduce(torch.ones(2), group=group, async_op=True))
+            has_begun.set()
+            may_go_on.wait()
+
+    def pending() -> bool:
+        record = record_here(rank, with_lines=True)
+        return any(one.group == group.group_name and one.line for one in record.pending())
+
+    works: list[dist.Work] = []
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=call)
+    if rank == 1:
+        store.wait(["seen"])
+    thread.start()
+    if rank == 0:
+        if kind == "asynchronous":
+            has_begun.wait()
+        wait_until(pending)
+    record = record_here(rank, with_lines=True)
+    store.set("seen", "x")
+    may_go_on.set()
+    thread.join()
+    for work in works:
+        work.wait()
+    return record, group.group_name
+
+
+@pytest.mark.parametrize("kind", ["asynchronous", "blocking", "monitored barrier"])
+def test_a_call_is_asynchronous_if_its_thread_has_gone_on(crew: Crew, kind: str) -> None:
+    (record, group), _ = crew.run(_seen, 2, kind)
+    (call,) = [call for call in record.pending() if call.group == group]
+    assert call.is_async == (kind == "asynchronous")
+    assert call.operation == ("monitored_barrier" if "barrier" in kind else "all_reduce")
+    assert call.number == 1
+
+
+def test_ranks_that_have_not_joined_a_monitored_barrier_are_missing(crew: Crew) -> None:
+    (record, group), _ = crew.run(_seen, 2, "monitored barrier")
+    late = RankRecord(1, record.time, groups=record.groups, doing="/x/data.py:99 in load_batch")
+    (stuck,) = [one for one in find_stuck({0: record, 1: late}) if one.group == group]
+    said = ReportFormatter().text([stuck])
+    assert "Stuck: monitored_barrier number 1 on group 'monitored barrier', ranks 0, 1" in said
+    assert "Verdict: rank 1 has not called it: look at x/data.py:99 in load_batch." in said
 
 
 def test_a_call_that_follows_names_a_way_to_its_cause_through_any_call_of_a_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
@@ -308,6 +309,39 @@ def test_a_call_that_followed_another_one_is_reported_again_with_a_cause_of_its_
     assert [level for level, _ in logged] == [logging.INFO, logging.ERROR]
     assert "caused by another hang: rank 0 waits in all_reduce number 4 on axis dp" in logged[0][1]
     assert "Verdict: rank 0 has not called it: look at data.py:9 in load_batch." in logged[1][1]
+
+
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_call_is_reported_by_another_rank_if_the_first_reporter_does_not(
+    is_reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, heard = StoreKeys(dist.HashStore(), "", 4), []
+    monkeypatch.setattr(World, "run_keys", store)
+    monkeypatch.setattr(watch_module, "longest_wait", lambda: 60.0)
+    monkeypatch.setattr(watch_module, "_LONGEST_SECONDS_TO_ANSWER", 0.0)
+    monkeypatch.setattr(watch_module, "_SECONDS_TO_REPORT", 0.0)
+    tp = {"tp": GroupSeen("axis tp", [0, 1, 2])}
+    mine, other = (
+        RankRecord(rank, time.time(), [Call("tp", 7, "all_reduce", False, time.time() - 60)], tp)
+        for rank in (1, 2)
+    )
+    first = Alarm(store, 0)
+    assert first.claim("tp", other)  # then it is stopped, or its process dies
+    with fake_world(4, 1):
+        world = World.current()
+        assert world is not None
+        watched = _WatchedWorld(world, 1.0, lambda hang: heard.append(hang.is_logged_here))
+        monkeypatch.setattr(watched, "_record", lambda **_: mine)
+        watched.look(0.0, threading.Event())
+        assert not heard
+        assert first.is_raised()
+        if is_reported:
+            store.write(first.verdict_key("tp", other), json.dumps(["verdict", []]))
+        watched._last_raised = float("-inf")  # it has waited long enough
+        for _ in range(3):
+            watched.look(0.0, threading.Event())
+    assert heard == [not is_reported]
+    assert Alarm(store, 1).is_raised() != is_reported
 
 
 # --- on ranks -------------------------------------------------------------------------------------

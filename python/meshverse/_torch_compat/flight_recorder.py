@@ -231,6 +231,7 @@ def _is_call(frame: FrameType) -> bool:
     )
 
 
+MONITORED_BARRIER = "monitored_barrier"  # which is not recorded
 _SEEN = "seen by meshverse.watch()"  # no name that a program can have
 _BATCH = "batch_isend_irecv"
 _CREATIONS = ("new_group", "split_group", "init_process_group")
@@ -257,6 +258,7 @@ _COLLECTIVES = (
     "all_to_all",
     "all_to_all_single",
     "barrier",
+    MONITORED_BARRIER,
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",

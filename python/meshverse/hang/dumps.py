@@ -76,6 +76,11 @@ class Dumps:
         record = _record_or_reason(rank, self._files[rank], HISTORY)
         return None if isinstance(record, str) else record
 
+    def largest_rank(self) -> int:
+        """Return the largest rank that a file is of, whether or not it is a dump."""
+        left_out = (one.rank for one in self.left_out if one.rank is not None)
+        return max(*self.records, *left_out, -1)
+
     def why_missing(self, rank: int) -> str:
         """Return why there is no dump of a rank, if a file of it was left out; else ""."""
         found = (one for one in self.left_out if one.rank == rank)
@@ -95,6 +100,7 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
 
     Raises:
         RuntimeError: the recorder is off, or there is no default process group.
+        OSError: the file cannot be written. An earlier dump stays as it is.
     """
     # Here, as reading dumps needs no torch.
     import torch.distributed as dist
@@ -109,8 +115,14 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
     file = Path(folder) / f"trace_rank_{dist.get_rank()}"
     file.parent.mkdir(parents=True, exist_ok=True)
     taken = time.time()
-    file.write_bytes(recorded_pickle())
-    os.utime(file, (taken, taken))  # when a dump was taken is read from its file
+    new = file.with_name(f".{file.name}.new")  # no dump to those who read the folder
+    try:
+        new.write_bytes(recorded_pickle())
+        os.utime(new, (taken, taken))  # when a dump was taken is read from its file
+        new.replace(file)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     return file
 
 

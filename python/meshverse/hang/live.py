@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 from meshverse._torch_compat.flight_recorder import (
+    MONITORED_BARRIER,
     FrameWait,
     creation_of_frame,
     groups_of_process,
@@ -43,6 +48,7 @@ from .records import (
     record_of,
 )
 
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _OF_GLOO = " (gloo)"  # after the name of a group of two backends, for its calls on gloo
 _MOST_MISSING = 64  # missing ranks of one group whose records a reporter reads
 _MOST_GROUPS = 32  # groups whose calls a reporter reads
@@ -73,6 +79,8 @@ def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecor
         ]
         recorded = record_of({**dump, "entries": own}, rank, record.time, n_kept=n_kept)
         recorded.is_cut = bool(entries) and int(entries[0].get("record_id", 0)) > 0
+        if with_lines:
+            _note_gone_on(recorded, own)
         _add_recorded(record, recorded)
         threads |= {
             entry["process_group"][0]: int(entry["thread_id"])
@@ -89,6 +97,13 @@ def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecor
     }
     # Drop calls of groups that no longer exist.
     record.calls = [call for call in record.calls if call.group in record.groups]
+    if record.is_cut:
+        recorded_groups = {call.group for call in record.calls}
+        record.begun = {
+            name: number
+            for name in record.groups.keys() - recorded_groups
+            if (number := highest_number(name)) is not None
+        }
     _name_groups(record)
     for thread, wait in _waits(record.time).items():
         # A call that has begun or ended meanwhile may be in the dump or not.
@@ -103,6 +118,33 @@ def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecor
         if group in record.groups and frame is not None and frame is not main:
             record.doing_in[group] = _doing(frame)
     return record
+
+
+def _note_gone_on(record: RankRecord, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Mark the pending collectives that the backend runs while their threads have gone on."""
+    gone_on = {
+        (entry["process_group"][0], entry.get("collective_seq_id"))
+        for entry in entries
+        if not entry.get("is_p2p") and _has_gone_on(entry)
+    }
+    for index, call in enumerate(record.calls):
+        if (call.group, call.number) in gone_on and not (call.is_done or call.is_p2p):
+            record.calls[index] = call._replace(is_async=call.progress is Progress.CALLED)
+
+
+def _has_gone_on(entry: Mapping[str, Any]) -> bool:
+    """Return whether the thread of a recorded call is at another place outside of torch now."""
+    then = _outside_torch(entry.get("frames") or ())
+    thread = str(entry.get("thread_id"))
+    frame = sys._current_frames().get(int(thread)) if thread.isdecimal() else None
+    now = _outside_torch(_innermost_first(frame))
+    return None not in (then, now) and then != now
+
+
+def _outside_torch(frames: Iterable[Mapping[str, Any]]) -> tuple[str, int] | None:
+    """Return file and line of the innermost frame that is not torch's; None if there is none."""
+    places = ((str(frame["filename"]), int(frame["line"])) for frame in frames)
+    return next((place for place in places if not place[0].startswith(_TORCH)), None)
 
 
 def _of_earlier_groups(entries: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -212,6 +254,12 @@ def _add_wait(record: RankRecord, wait: FrameWait) -> None:
     if call.is_p2p:
         if not any(one.is_p2p for one in pending):
             record.calls.append(call)
+    elif wait.operation == MONITORED_BARRIER:
+        # It takes numbers of its group, how many depends on the rank. No rank is past it.
+        last = record.last(call.group)
+        number = sequence_number(call.group) if record.is_cut else 0  # of calls before it
+        number = number if last is None else last.number
+        record.calls.append(call._replace(number=number + 1))
     elif all(one.is_p2p for one in pending):
         _add_unrecorded(record, call, sequence_number(call.group))
     elif wait.root is not None:
@@ -402,18 +450,19 @@ def _to_text(record: RankRecord) -> str:
     }
     calls = [_aged(call, record.time) for call in record.calls]
     lines = {name: line for name, line in record.doing_in.items() if name in groups}
-    return json.dumps([record.rank, calls, groups, record.doing, lines, record.is_cut])
+    begun = {name: number for name, number in record.begun.items() if name in groups}
+    return json.dumps([record.rank, calls, groups, record.doing, lines, begun, record.is_cut])
 
 
 def _from_text(text: str) -> RankRecord:
-    rank, calls, groups, doing, lines, is_cut = json.loads(text)
+    rank, calls, groups, doing, lines, begun, is_cut = json.loads(text)
     now = time.time()
     seen = {
         name: GroupSeen(label, [one for run in runs for one in range(*run)] or None, is_new=is_new)
         for name, (label, runs, is_new) in groups.items()
     }
     restored = [_call(call, now) for call in calls]
-    return RankRecord(rank, now, restored, seen, doing, lines, is_cut=is_cut)
+    return RankRecord(rank, now, restored, seen, doing, lines, begun, is_cut=is_cut)
 
 
 def _packed(history: RankRecord) -> str:

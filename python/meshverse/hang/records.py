@@ -67,8 +67,9 @@ class Call(NamedTuple):
         detail: another argument that must be equal on all ranks, such as "root 1"; "" if unknown.
         out_shapes: shapes of the outputs.
         progress: how far it is.
-        is_async: whether a send or receive is known not to delay the rank's next calls, or may not:
-            `isend`, `irecv`, or one whose frames were not recorded.
+        is_async: whether it is known not to delay the rank's next calls, or may not: `isend`,
+            `irecv`, a send or receive whose frames were not recorded, and a collective from which
+            its thread has gone on in a running process.
         callers: of a pending call, lines of the program above `line`, innermost first.
         is_retired: whether the backend's own bookkeeping is done with the call, too. Until then,
             NCCL's calls may seem over while the host is still inside NCCL; see `_calls`.
@@ -143,6 +144,8 @@ class RankRecord:
         doing: line of the program that the rank's main thread is in; "" if it is not known.
         doing_in: by group, the line of the thread that made the rank's last call in it, if that is
             another thread.
+        begun: by group, the number of the last collective that the rank has begun, where it is
+            known and no call of the group is recorded any more.
         was_read: whether the rank's record was read: of many missing ranks, only some are.
         is_cut: whether older calls are gone, as the recorder keeps only the last ones.
         has_p2p: whether sends and receives would be recorded: gloo's are not.
@@ -154,6 +157,7 @@ class RankRecord:
     groups: dict[str, GroupSeen] = field(default_factory=dict)
     doing: str = ""
     doing_in: dict[str, str] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
     was_read: bool = True
     is_cut: bool = False
     has_p2p: bool = True
@@ -199,7 +203,8 @@ class RankRecord:
         groups = {names.get(name, name): seen for name, seen in self.groups.items()}
         calls = [call._replace(group=names.get(call.group, call.group)) for call in self.calls]
         doing_in = {names.get(name, name): line for name, line in self.doing_in.items()}
-        return replace(self, groups=groups, calls=calls, doing_in=doing_in)
+        begun = {names.get(name, name): number for name, number in self.begun.items()}
+        return replace(self, groups=groups, calls=calls, doing_in=doing_in, begun=begun)
 
 
 def record_of(dump: Mapping[str, Any], rank: int, time: float, *, n_kept: int = KEPT) -> RankRecord:

@@ -117,6 +117,7 @@ class ReportFormatter(NamedTuple):
                 "number": one.call.number,
                 "seconds": one.seconds,
                 "cause": one.cause.value,
+                "doubts": self._doubts(by_name[one.name], by_name),
                 "verdict": self.verdict(by_name[one.name], by_name),
                 "waiting": [{"rank": rank, **_data(call)} for rank, call in one.waiting.items()],
                 "past": one.past,
@@ -381,13 +382,11 @@ class ReportFormatter(NamedTuple):
 
     def _deadlock(self, one: Stuck, by_name: Mapping[str, Stuck]) -> str:
         steps: list[str] = []
-        on_cycle: list[Missing] = []
         for name in one.cycle[:4]:
             stuck = by_name[name]
             following = one.cycle[(one.cycle.index(name) + 1) % len(one.cycle)]
             for missing in stuck.awaited:
                 if missing.where == following:
-                    on_cycle.append(missing)
                     others = [rank for rank in stuck.waiting if rank != missing.rank]
                     line = _line_of(stuck.waiting[rank] for rank in others)
                     behind = (
@@ -418,21 +417,36 @@ class ReportFormatter(NamedTuple):
             else next(map(_when_out_of_step, earlier), f"{rule}{'' if is_p2p else _A_STEP_AHEAD}")
         )
         text = f"a deadlock. {chain[:1].upper()}{chain[1:]}. {why}"
+        doubts = self._doubts(one, by_name)
+        return " ".join([f"this may be {text}", *doubts]) if doubts else text
+
+    def _doubts(self, one: Stuck, by_name: Mapping[str, Stuck]) -> list[str]:
+        """Return why what seems a deadlock may be none; [] of other causes."""
         waiting = (call for name in one.cycle for call in by_name[name].waiting.values())
         if any(call.progress is Progress.ENQUEUED for call in waiting):
-            return (
-                f"this may be {text} Starts on the GPUs are not recorded "
-                "(TORCH_NCCL_ENABLE_TIMING=1): calls that overlap, as with async_op=True, do not "
-                "wait for one another."
+            why = (
+                "Starts on the GPUs are not recorded (TORCH_NCCL_ENABLE_TIMING=1): calls that "
+                "overlap, as with async_op=True, do not wait for one another."
             )
-        doubts = [doubt for each in on_cycle if (doubt := self._doubt(each))]
-        return " ".join([f"this may be {text}", *doubts]) if doubts else text
+            return [why]
+        followed = zip(one.cycle, [*one.cycle[1:], *one.cycle[:1]], strict=True)
+        awaited = (
+            next((each for each in by_name[name].awaited if each.where == following), None)
+            for name, following in followed
+        )
+        return [doubt for each in awaited if each is not None and (doubt := self._doubt(each))]
 
     def _doubt(self, missing: Missing) -> str:
         """Return why a rank of a deadlock may not wait in its call; "" if it surely does."""
         call, who = missing.elsewhere, self.ranks([missing.rank])
         if call is None:
             return ""
+        if missing.caller:
+            return (
+                f"But {who} waits there in one thread, and has another at "
+                f"{short_line(missing.caller)}: if that one is to make the call that the others "
+                "wait for, it is only late: look there."
+            )
         # Callers are listed where several lines make one call.
         doing, line = (each.partition(CALLED_AT)[0] for each in (missing.doing, call.line))
         if call.progress is Progress.CALLED and doing not in ("", line) and line:
@@ -511,7 +525,7 @@ class ReportFormatter(NamedTuple):
         if older:
             parts.append(self._why_not_sure(older))
         absent = [missing for missing in absent if not missing.is_older]
-        sure = [missing for missing in absent if missing.last is not None or not missing.is_cut]
+        sure = [m for m in absent if m.last is not None or not m.is_cut or m.has_begun_fewer]
         if sure:
             parts.append(
                 f"{self.ranks([missing.rank for missing in sure])} "
@@ -587,8 +601,9 @@ def _when_out_of_step(one: Stuck) -> str:
     )
     return (
         f"But ranks {rank_ranges(list(calls))} were out of step before: number {number:,} on "
-        f"{group_in_words(one.seen)} was {who}. One of these ranks skipped a call there, made an "
-        "extra one, or called in another order: results since then may be wrong."
+        f"{group_in_words(one.seen)} was {who}. Unless both lines are branches of one call, one of "
+        "these ranks skipped a call there, made an extra one, or called in another order: results "
+        "since then may be wrong."
     )
 
 

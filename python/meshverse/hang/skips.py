@@ -19,6 +19,7 @@ from .verdicts import Cause, OutOfStep, Skip, Stuck, has_even_inputs
 
 _MOST_RANKS = 8  # of each kind of call, whose histories are read
 _FEWEST_REPEATED = 3  # calls that equal those a round earlier
+_ROOTED = ("broadcast", "gather", "reduce", "scatter")
 _FEWEST_EQUAL = 2  # calls after a skip that equal those of the other ranks
 
 HistoryOf = Callable[[int], RankRecord | None]
@@ -176,7 +177,9 @@ def _find_out_of_step(one: Stuck, missing: int, history_of: HistoryOf) -> OutOfS
     lines = [{call.line for call in calls.values()} for calls in both]
     for number in sorted(both[0].keys() & both[1].keys()):
         here, there = (calls[number] for calls in both)
-        differ = here.line != there.line and here.line and there.line
+        # Of a call with a root, ranks in turn may be the root, which calls from a line of its own.
+        is_rooted = here.operation == there.operation and here.operation in _ROOTED
+        differ = here.line != there.line and here.line and there.line and not is_rooted
         if differ and here.line in lines[1] and there.line in lines[0]:
             return OutOfStep(number, {rank: here, missing: there})
     return None

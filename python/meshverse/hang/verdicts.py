@@ -62,9 +62,13 @@ class Missing(NamedTuple):
         latest_label: name of that call's group for messages.
         doing: line of the program that the rank is in, or its thread that called `elsewhere`; "" if
             it is not known.
+        caller: line of the rank's thread that is likely to make the call, if that is not the one
+            that called `elsewhere`, and waits in no call: the thread that made the rank's last call
+            in the stuck group, else the main one. "" if there is none.
         is_recorded: whether there is a record of this rank.
         was_read: whether this record was read: of many missing ranks, only some are.
         is_cut: whether the rank's older calls are gone, so that it may have made the call.
+        has_begun_fewer: whether it is known that the rank has not, as the group counts its calls.
         is_older: whether the record is older than the call, which the rank may have made since.
         may_have_sent: whether its last call is a completed send to the rank that waits to receive.
             That may be the one it waits for: NCCL's small sends end before they are received.
@@ -78,9 +82,11 @@ class Missing(NamedTuple):
     latest: Call | None = None
     latest_label: str = ""
     doing: str = ""
+    caller: str = ""
     is_recorded: bool = True
     was_read: bool = True
     is_cut: bool = False
+    has_begun_fewer: bool = False
     is_older: bool = False
     may_have_sent: bool = False
 
@@ -281,6 +287,15 @@ class _WaitForGraph:
             differing = _differing(there, is_complete=is_whole and len(there) == len(members))
             whole = seen._replace(ranks=list(members))
             self._add(name, name, whole, waiting, past, missing, differing, is_whole)
+            if name in self.found:
+                self.found[name].missing = [
+                    each._replace(has_begun_fewer=self._has_begun_fewer(each.rank, name, number))
+                    for each in self.found[name].missing
+                ]
+
+    def _has_begun_fewer(self, rank: int, name: str, number: int) -> bool:
+        record = self._records.get(rank)
+        return record is not None and record.begun.get(name, number) < number
 
     def add_pairs(self) -> None:
         """Add the pending sends and receives. The first ones of two ranks belong together."""
@@ -365,6 +380,9 @@ class _WaitForGraph:
         front = next(iter(self._fronts[rank]), None)
         latest = record.calls[-1] if record.calls and front is None else None
         waits_in = group if front is None else front.group
+        doing = record.doing_in.get(waits_in, record.doing)
+        caller = record.doing_in.get(group, record.doing)
+        waiting_at = {doing, *(call.line for call in self._fronts[rank])}
         return Missing(
             rank,
             elsewhere=front,
@@ -372,9 +390,10 @@ class _WaitForGraph:
             last=record.last(group),
             latest=latest,
             latest_label="" if latest is None else group_in_words(record.groups[latest.group]),
-            doing=record.doing_in.get(waits_in, record.doing),
+            doing=doing,
+            caller="" if front is None or caller in waiting_at else caller,
             was_read=record.was_read,
-            is_cut=record.is_cut and not self._seen[group].is_new,
+            is_cut=record.is_cut and not self._seen[group].is_new and record.begun.get(group) != 0,
         )
 
     # --- causes -------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _LOOKS_A_SECOND = 2_000  # most looks of all ranks together, which limits the store's load
 _SECONDS_TO_STOP = 2.0
 _SECONDS_TO_ANSWER, _LONGEST_SECONDS_TO_ANSWER = 0.5, 8.0  # for the other ranks, at an alarm
+_SECONDS_TO_REPORT = 10.0  # for the reporter, once ranks have answered or had their time
 _HISTORY = 512  # completed collectives of each group, among which a skipped one is looked for
 _SECONDS_TO_KEEP = 120.0  # keys in the store that a rank wrote at an alarm
 
@@ -259,13 +260,15 @@ class _Reported(NamedTuple):
         since: time of the call, in seconds since the epoch.
         level: level at which this rank has logged the report; None if another rank reports.
         again_at: monotonic time at which to examine the call again, as the report had no cause of
-            its own; None if it had one, or another rank reports.
+            its own, or as another rank was to report; None if it had one, or that rank has.
+        key: key in the store for the verdict of another rank; "" if this rank reports.
     """
 
     what: str
     since: float
     level: int | None
     again_at: float | None
+    key: str = ""
 
 
 class _WatchedWorld:
@@ -303,6 +306,7 @@ class _WatchedWorld:
                 self._next_alarm = _number_of_alarms(store)
                 self._answer_late(store, self._next_alarm - 1)
             alarm = Alarm(store, self._next_alarm)
+            stuck = [call for call in stuck if not self._is_reported_elsewhere(store, call)]
             now = time.monotonic()
             if stuck and now - self._last_raised > self._seconds:
                 self._last_raised = now
@@ -353,6 +357,14 @@ class _WatchedWorld:
             return True
         return reported.again_at is not None and time.monotonic() >= reported.again_at
 
+    def _is_reported_elsewhere(self, store: StoreKeys, call: Call) -> bool:
+        """Return whether another rank, which was to report a call, has; it may have died since."""
+        reported = self._reported.get(_identity(call))
+        if reported is None or not reported.key or not store.read(reported.key):
+            return False
+        self._reported[_identity(call)] = reported._replace(again_at=None)
+        return True
+
     # --- an alarm -----------------------------------------------------------------------------
 
     def _answer_late(self, store: StoreKeys, number: int) -> None:
@@ -387,7 +399,12 @@ class _WatchedWorld:
             if self._is_due(call):
                 reporters[group] = alarm.claim(group, record)
                 what = _in_words(call, record)
-                self._reported[_identity(call)] = _Reported(what, call.since, None, None)
+                reported = _Reported(what, call.since, None, None)
+                if not reporters[group]:
+                    again_at = now + pause + _LONGEST_SECONDS_TO_ANSWER + _SECONDS_TO_REPORT
+                    key = alarm.verdict_key(group, record)
+                    reported = reported._replace(again_at=again_at, key=key)
+                self._reported[_identity(call)] = reported
         # One for all groups: the other ranks answer at the same time, and wait for this one's
         # answer to the next alarm.
         deadline = time.monotonic() + pause + _LONGEST_SECONDS_TO_ANSWER

@@ -95,7 +95,7 @@ def _read(arguments: argparse.Namespace) -> int:
     names = None if arguments.mesh is None else _names(arguments.mesh)
     dumps = read_dumps(arguments.dumps)
     if names is None:
-        complete_default_group(dumps.records, max(dumps.records), is_guess=True)
+        complete_default_group(dumps.records, dumps.largest_rank(), is_guess=True)
     else:
         names.name(dumps.records)
     stuck = find_stuck(dumps.records)
