@@ -217,8 +217,10 @@ def test_a_damaged_dump_of_the_last_rank_is_named(tmp_path: Path, capsys) -> Non
     for rank, dump in dumps.dumps(Format("gloo")).items():
         content = b"" if rank == 2 else pickle.dumps(dump)
         (tmp_path / f"trace_rank_{rank}").write_bytes(content)
+    (tmp_path / "epoch_7").write_text("loss 3")  # no dump of a rank 7
     assert main(["hang", str(tmp_path)]) == 1
     said = capsys.readouterr().out
+    assert "Stuck: all_reduce number 2 on the default group, ranks 0-2," in said
     assert "Verdict: there is no dump of rank 2 (trace_rank_2: it is empty)." in said
 
 

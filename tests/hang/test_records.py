@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.recorded_job import BEGIN, Format, Job, Step
 from meshverse.hang.dumps import read_dumps
 from meshverse.hang.records import (
     Call,
@@ -99,6 +100,16 @@ def test_a_call_of_nccl() -> None:
 def test_what_is_over(backend: str, state: str, retired: bool, is_done: bool) -> None:
     entry = _entry(profiling_name=f"{backend}:all_reduce", state=state, retired=retired)
     assert _record(entry).calls[0].is_done == is_done
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_record_is_shortened_as_if_it_had_been_read_so(backend: str) -> None:
+    shared, last = Step("all_reduce", "world"), [Step("all_reduce", "world")]
+    ranks = [[shared, Step("send", "world", peer=1)] * 7 + last]
+    ranks += [[shared, Step("recv", "world", peer=0)] * 7]
+    dump = Job(ranks).dumps(Format(backend))[0]
+    long, short = (record_of(dump, 0, BEGIN, n_kept=n_kept) for n_kept in (6, 3))
+    assert long.shortened(3) == short != long
 
 
 def test_calls_inside_a_coalesced_one_are_over_with_it() -> None:

@@ -46,11 +46,13 @@ class LeftOut(NamedTuple):
         file: path.
         rank: rank that its name ends with; None if it ends with none.
         reason: why it was left out, for messages: "it is empty".
+        is_dump: whether it is a dump, of another moment.
     """
 
     file: Path
     rank: int | None
     reason: str
+    is_dump: bool = False
 
 
 @dataclass
@@ -77,9 +79,14 @@ class Dumps:
         return None if isinstance(record, str) else record
 
     def largest_rank(self) -> int:
-        """Return the largest rank that a file is of, whether or not it is a dump."""
-        left_out = (one.rank for one in self.left_out if one.rank is not None)
-        return max(*self.records, *left_out, -1)
+        """Return the largest rank of the dumps, and of damaged files that are named like them."""
+        names = {_without_rank(file) for file in self._files.values()}
+        damaged = (
+            one.rank
+            for one in self.left_out
+            if one.rank is not None and not one.is_dump and _without_rank(one.file) in names
+        )
+        return max(*self.records, *damaged, -1)
 
     def why_missing(self, rank: int) -> str:
         """Return why there is no dump of a rank, if a file of it was left out; else ""."""
@@ -162,12 +169,17 @@ def read_dumps(paths: Sequence[str | os.PathLike[str]]) -> Dumps:
         other = dumps.records.setdefault(record.rank, record)
         dumps._files.setdefault(record.rank, file)
         if other is not record:
-            dumps.left_out.append(LeftOut(file, record.rank, "there is a newer dump of this rank"))
+            reason = "there is a newer dump of this rank"
+            dumps.left_out.append(LeftOut(file, record.rank, reason, is_dump=True))
     dumps.records = dict(sorted(dumps.records.items()))
     if not dumps.records:
         reasons = [f"\n  {one.file}: {one.reason}" for one in dumps.left_out[:8]]
         raise ValueError(f"There are no dumps in {', '.join(map(str, paths))}.{''.join(reasons)}")
     return dumps
+
+
+def _without_rank(file: Path) -> Path:
+    return file.with_name(_RANK_IN_NAME.sub(r"_\2", file.name))
 
 
 def _files(path: Path) -> list[Path]:
@@ -238,14 +250,14 @@ def _of_one_moment(
         lacks = next(_lacking(record, completed), None)
         if record.calls and age > _LONGEST_HANG_SECONDS:
             reason = f"its last call is {age / 3600:,.0f} hours older than that of the newest dump"
-            dumps.left_out.append(LeftOut(file, record.rank, reason))
+            dumps.left_out.append(LeftOut(file, record.rank, reason, is_dump=True))
         elif lacks is not None:
             group = group_in_words(record.groups[lacks.group])
             reason = (
                 f"it is of another moment, {lacks.since - record.time:,.0f} s before number "
                 f"{lacks.number:,} on {group}, which is completed"
             )
-            dumps.left_out.append(LeftOut(file, record.rank, reason))
+            dumps.left_out.append(LeftOut(file, record.rank, reason, is_dump=True))
         else:
             for call in record.calls:
                 if call.is_done and call.operation.startswith(_JOINT):

@@ -122,23 +122,21 @@ def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecor
 
 def _note_gone_on(record: RankRecord, entries: Sequence[Mapping[str, Any]]) -> None:
     """Mark the pending collectives that the backend runs while their threads have gone on."""
-    gone_on = {
-        (entry["process_group"][0], entry.get("collective_seq_id"))
-        for entry in entries
-        if not entry.get("is_p2p") and _has_gone_on(entry)
+    pending: dict[tuple[Any, Any], int] = {
+        (call.group, call.number): index
+        for index, call in enumerate(record.calls)
+        if not (call.is_done or call.is_p2p) and call.progress is Progress.CALLED
     }
-    for index, call in enumerate(record.calls):
-        if (call.group, call.number) in gone_on and not (call.is_done or call.is_p2p):
-            record.calls[index] = call._replace(is_async=call.progress is Progress.CALLED)
-
-
-def _has_gone_on(entry: Mapping[str, Any]) -> bool:
-    """Return whether the thread of a recorded call is at another place outside of torch now."""
-    then = _outside_torch(entry.get("frames") or ())
-    thread = str(entry.get("thread_id"))
-    frame = sys._current_frames().get(int(thread)) if thread.isdecimal() else None
-    now = _outside_torch(_innermost_first(frame))
-    return None not in (then, now) and then != now
+    frames = sys._current_frames()
+    for entry in entries:
+        index = pending.get((entry["process_group"][0], entry.get("collective_seq_id")))
+        thread = str(entry.get("thread_id"))
+        if index is None or entry.get("is_p2p") or not thread.isdecimal():
+            continue
+        then = _outside_torch(entry.get("frames") or ())
+        now = _outside_torch(_innermost_first(frames.get(int(thread))))
+        if None not in (then, now) and then != now:
+            record.calls[index] = record.calls[index]._replace(is_async=True)
 
 
 def _outside_torch(frames: Iterable[Mapping[str, Any]]) -> tuple[str, int] | None:

@@ -198,6 +198,18 @@ class RankRecord:
         """Return the last collective that this rank called in a group, or None."""
         return next((c for c in reversed(self.calls) if c.group == group and not c.is_p2p), None)
 
+    def shortened(self, n_kept: int) -> RankRecord:
+        """Return this record with the last completed calls only; see `record_of`."""
+        left: dict[tuple[str, bool], int] = {}
+        kept = []
+        for call in reversed(self.calls):
+            lane = call.group, call.is_p2p
+            if call.is_done and not left.setdefault(lane, n_kept):
+                continue
+            left[lane] = left.get(lane, n_kept) - call.is_done
+            kept.append(call)
+        return replace(self, calls=kept[::-1])
+
     def renamed(self, names: Mapping[str, str]) -> RankRecord:
         """Return this record with other names for some groups."""
         groups = {names.get(name, name): seen for name, seen in self.groups.items()}

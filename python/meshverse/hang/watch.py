@@ -377,11 +377,11 @@ class _WatchedWorld:
             self._write_record(alarm)
 
     def _write_record(self, alarm: Alarm) -> RankRecord:
-        record, now = self._record(with_lines=True), time.monotonic()
+        history, now = self._record(with_lines=True, n_kept=_HISTORY), time.monotonic()
+        record = history.shortened(KEPT)
         self.world.run.add_user(_STORE_USER)
         self._own_keys += [(now, key) for key in alarm.answer(record)]
         # Also if it waits in no call: the others may wait for this rank.
-        history = self._record(with_lines=True, n_kept=_HISTORY)
         self._own_keys.append((now, alarm.write_history(history)))
         return record
 
