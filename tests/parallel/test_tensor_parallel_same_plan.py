@@ -100,3 +100,12 @@ def _with_own_objects() -> None:
 
 def test_what_differs_in_each_process_is_not_compared(crew: Crew) -> None:
     crew.run(_with_own_objects, 2)
+
+
+def _with_another_default_device() -> None:
+    with torch.device("meta"):
+        apply_tp_plan(Gated(), mesh_of_two(), _plan(("gate", "up")))
+
+
+def test_plans_are_compared_whatever_the_default_device(crew: Crew) -> None:
+    crew.run(_with_another_default_device, 2)

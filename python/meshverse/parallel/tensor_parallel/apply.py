@@ -216,9 +216,8 @@ def _check_same_on_ranks(
         for name, each in model.named_parameters()
     ]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest()
-    own = torch.tensor(int.from_bytes(digest, "little"))
-    group = tp_mesh.get_group()
-    extremes = torch.stack([own, -own]).to(tp_mesh.device_type)
+    own, group = int.from_bytes(digest, "little"), tp_mesh.get_group()
+    extremes = torch.tensor([own, -own], device=tp_mesh.device_type)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.tolist()
     if largest == -smallest:
