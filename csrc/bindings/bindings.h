@@ -24,7 +24,8 @@ void bind_reshard(py::module_& module);
 void bind_ring_steps(py::module_& module);
 
 // Releases Python's lock. Unlike pybind11's, its destructor may be left by the unwinding with which
-// Python before 3.14 ends a daemon thread that asks for the lock while the interpreter ends.
+// Python before 3.14 ends a daemon thread that asks for the lock while the interpreter ends; but
+// not while an exception leaves it: that would end the process.
 class Unlocked {
  public:
   Unlocked() = default;

@@ -1,4 +1,4 @@
-// The result of planning: flat lists of integers.
+// The result of planning: lists of integers.
 #pragma once
 
 #include <array>

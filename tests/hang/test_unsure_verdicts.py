@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -17,8 +19,8 @@ import torch.distributed as dist
 from helpers.crew import Crew
 from helpers.recorded_job import BEGIN, Format, Job, Step
 from helpers.turns import wait_until
-from meshverse.hang.live import record_here
-from meshverse.hang.records import Call, GroupSeen, Progress, RankRecord
+from meshverse.hang.live import _joined, _outside_torch, record_here
+from meshverse.hang.records import Call, GroupSeen, Progress, RankRecord, line_of
 from meshverse.hang.report import ReportFormatter
 from meshverse.hang.verdicts import Cause, find_stuck
 from meshverse.tools.commands.main import main
@@ -198,6 +200,69 @@ def test_a_thread_that_waits_in_a_call_of_the_deadlock_itself_is_no_doubt() -> N
     records[1].doing_in["control"] = lines[1]
     found = find_stuck(records)
     assert "Verdict: a deadlock." in ReportFormatter().text(found)
+
+
+def test_one_rank_that_surely_waits_is_enough_for_a_deadlock() -> None:
+    lines = "/x/train.py:20 in step", "/x/train.py:30 in evaluate"
+    calls = {
+        0: [_call("a", 5, lines[0])],
+        1: [_call("b", 7, lines[1])],
+        2: [_call("b", 7, lines[1])],
+    }
+    records = _records({"a": range(3), "b": range(3)}, calls)
+    for rank, record in records.items():
+        record.doing = calls[rank][0].line
+    for doubtful in (1, 2):
+        records[doubtful].doing = "/x/data.py:99 in load_batch"
+        found = find_stuck(records)
+        assert ("Verdict: a deadlock." in ReportFormatter().text(found)) == (doubtful == 1)
+
+
+_BACKWARD = """
+def _engine_run_backward(wait):
+    wait()
+"""
+
+
+def test_a_thread_in_backward_is_where_the_thread_that_runs_it_is() -> None:
+    """As on GPUs, where torch's own thread runs the hooks."""
+    may_end, begun = threading.Event(), [threading.Event() for _ in range(2)]
+    namespace: dict[str, Any] = {"__name__": "torch.autograd.graph"}
+    exec(_BACKWARD, namespace)
+
+    def wait() -> None:
+        begun[0].set()
+        may_end.wait()
+
+    def hook() -> None:
+        begun[1].set()
+        may_end.wait()
+
+    main = threading.Thread(target=namespace["_engine_run_backward"], args=(wait,))
+    main.start()
+    torchs = _thread.start_new_thread(hook, ())  # which `threading` has not started
+    for each in begun:
+        each.wait()
+    frames = sys._current_frames()
+    of_torch = {torchs: frames[torchs], main.ident: frames[main.ident or 0]}
+    frame = _joined(main.ident, {**of_torch, threading.get_ident(): sys._getframe()})
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    del frames, of_torch
+    may_end.set()
+    main.join()
+    assert "hook" in names
+
+
+def test_frames_of_cpp_are_no_lines_of_the_program() -> None:
+    """As they are recorded with TORCH_FR_CPP_STACK=1."""
+    cpp = [("??", 0, "torch::unwind::unwind()"), ("/pytorch/c10d/Ops.cpp", 7, "allreduce")]
+    frames = [*cpp, ("/x/train.py", 20, "step")]
+    named = [dict(zip(("filename", "line", "name"), each, strict=True)) for each in frames]
+    assert line_of(named) == "/x/train.py:20 in step"
+    assert _outside_torch(named) == ("/x/train.py", 20)
 
 
 @pytest.mark.parametrize("begun", [None, 0, 2, 3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,14 @@ from tp_models import WIDTH, mesh_of_two
 
 from helpers.crew import Crew
 from meshverse.parallel import LocalParameters, apply_tp_plan
+
+
+class OfRank(ColwiseParallel):  # type: ignore[misc]
+    """A style of a user's own, with what differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = dist.get_rank()
 
 
 class Gated(nn.Module):
@@ -61,6 +71,23 @@ def _other_layers() -> tuple[nn.Module, dict[str, ParallelStyle]]:
     return _model(), {"gate": gathered} | ({"up": gathered} if dist.get_rank() == 0 else {})
 
 
+def _other_name() -> tuple[nn.Module, dict[str, ParallelStyle]]:
+    """A plan that one rank would refuse by itself."""
+    return _model(), _plan(("gate", "up" if dist.get_rank() == 0 else "pu"))
+
+
+def _no_style() -> tuple[nn.Module, dict[str, ParallelStyle]]:
+    plan: Any = _plan(("gate", "up")) | ({} if dist.get_rank() == 0 else {"up": "colwise"})
+    return _model(), plan
+
+
+def _other_order() -> tuple[nn.Module, dict[str, ParallelStyle]]:
+    """Entries for the same modules, of which the last one is used."""
+    gathered = {"*": ColwiseParallel(output_layouts=Replicate())}
+    plan = _plan(("gate", "up"))
+    return _model(), (plan | gathered if dist.get_rank() == 0 else gathered | plan)
+
+
 def _other_model() -> tuple[nn.Module, dict[str, ParallelStyle]]:
     return _model(bias=dist.get_rank() == 0), _plan(("gate", "up"))
 
@@ -77,6 +104,9 @@ def _refusal(build: str) -> tuple[str, bool]:
     [
         ("_other_style", "'up by ColwiseParallel("),
         ("_other_layers", "{'rank 0': ['up by ColwiseParallel("),
+        ("_other_name", "'pu by ColwiseParallel("),
+        ("_no_style", "'up by str"),
+        ("_other_order", "* by ColwiseParallel("),
         ("_other_model", "{'rank 0': ['gate.bias of shape"),
     ],
 )
@@ -93,8 +123,9 @@ def _with_own_objects() -> None:
     model = _model()
     plan = _plan(("gate", "up"))
     plan["up"].device = torch.device("cpu", dist.get_rank())  # type: ignore[attr-defined]
-    plan["gate"].note = lambda: None  # type: ignore[attr-defined]
+    plan["up"].note = lambda: None  # type: ignore[attr-defined]
     plan[""] = LocalParameters()
+    plan["gate"] = OfRank()
     apply_tp_plan(model, mesh_of_two(), plan)
 
 

@@ -207,6 +207,12 @@ def creation_of_frame(frame: FrameType | None) -> str:
     return ""
 
 
+def runs_backward(frame: FrameType) -> bool:
+    """Return whether torch runs a backward in a frame, perhaps in threads of its own."""
+    is_graphs = frame.f_globals.get("__name__") == "torch.autograd.graph"
+    return is_graphs and frame.f_code.co_name == "_engine_run_backward"
+
+
 def _is_torchs(frame: FrameType) -> bool:
     """Return whether a frame is torch's, or one of contextlib between two of torch's."""
     return _is_in_package(frame, "torch.") or _is_in_package(frame, "contextlib")

@@ -102,6 +102,7 @@ _PRIVATE_NAMES_SINCE_2_12: tuple[tuple[Any, str], ...] = (
 # package.
 _PRIVATE_NAMES_WHILE_COMPILING: dict[str, tuple[str, ...]] = {
     "torch._dynamo.symbolic_convert": ("InstructionTranslator",),
+    "torch._dynamo.utils": ("counters",),
     "torch._dynamo.variables.builder": ("SourcelessBuilder",),
     "torch._inductor.ir": ("FallbackKernel",),
     "torch._inductor.lowering": ("lowerings", "register_lowering"),

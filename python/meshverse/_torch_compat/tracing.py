@@ -34,9 +34,12 @@ _STOCK_MODULE = "torch.distributed.device_mesh"
 
 
 def has_compiled() -> bool:
-    """Return whether torch.compile has compiled, or tried to, any function of this process."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")  # if nothing has, it may not be imported
-    return utils is not None and utils.counters["frames"]["total"] > 0
+    """Return whether torch.compile has compiled any function of this process."""
+    if "torch._dynamo.utils" not in sys.modules:  # whose import takes a second
+        return False
+    from torch._dynamo.utils import counters
+
+    return counters["frames"]["total"] > 0 or counters["stats"]["unique_graphs"] > 0
 
 
 def register_with_dynamo(

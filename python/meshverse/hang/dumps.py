@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,7 +123,8 @@ def write_dump(folder: str | os.PathLike[str]) -> Path:
     file = Path(folder) / f"trace_rank_{dist.get_rank()}"
     file.parent.mkdir(parents=True, exist_ok=True)
     taken = time.time()
-    new = file.with_name(f".{file.name}.new")  # no dump to those who read the folder
+    # Hidden, so no dump to those who read the folder; another thread may write one, too.
+    new = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         new.write_bytes(recorded_pickle())
         os.utime(new, (taken, taken))  # when a dump was taken is read from its file

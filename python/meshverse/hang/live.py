@@ -23,6 +23,7 @@ from meshverse._torch_compat.flight_recorder import (
     groups_of_process,
     highest_number,
     read_flight_recorders,
+    runs_backward,
     sequence_number,
     wait_of_frame,
 )
@@ -43,6 +44,7 @@ from .records import (
     Progress,
     RankRecord,
     axes_in_words,
+    is_of_cpp,
     label_of,
     line_of,
     record_of,
@@ -142,7 +144,7 @@ def _note_gone_on(record: RankRecord, entries: Sequence[Mapping[str, Any]]) -> N
 def _outside_torch(frames: Iterable[Mapping[str, Any]]) -> tuple[str, int] | None:
     """Return file and line of the innermost frame that is not torch's; None if there is none."""
     places = ((str(frame["filename"]), int(frame["line"])) for frame in frames)
-    return next((place for place in places if not place[0].startswith(_TORCH)), None)
+    return next((p for p in places if not p[0].startswith(_TORCH) and not is_of_cpp(p[0])), None)
 
 
 def _of_earlier_groups(entries: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -232,14 +234,28 @@ def _doing(frame: FrameType | None) -> str:
 
 
 def _joined(thread: int | None, frames: Mapping[int, FrameType]) -> FrameType | None:
-    """Return the innermost frame of a thread, or of the one that it waits for in `join`."""
+    """Return the innermost frame of a thread, or of the one that it waits for.
+
+    It waits in `join`, or in a backward that another thread runs, as on GPUs.
+    """
     innermost = frame = frames.get(thread or 0)
     others = {one: other for one, other in frames.items() if one != thread}
     while frame is not None:
+        if runs_backward(frame):
+            others.pop(threading.main_thread().ident or 0, None)
+            of_torch = [other for other in others.values() if not _is_of_threading(other)]
+            return of_torch[0] if len(of_torch) == 1 else innermost
         if frame.f_code is threading.Thread.join.__code__:
             return _joined(frame.f_locals["self"].ident, others) or innermost
         frame = frame.f_back
     return innermost
+
+
+def _is_of_threading(frame: FrameType) -> bool:
+    """Return whether a thread with this frame was started by Python's `threading`."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "threading"
 
 
 def _add_wait(record: RankRecord, wait: FrameWait) -> None:
@@ -253,11 +269,9 @@ def _add_wait(record: RankRecord, wait: FrameWait) -> None:
         if not any(one.is_p2p for one in pending):
             record.calls.append(call)
     elif wait.operation == MONITORED_BARRIER:
-        # It takes numbers of its group, how many depends on the rank. No rank is past it.
+        # The numbers that it takes of its group depend on the rank. No rank is past it.
         last = record.last(call.group)
-        number = sequence_number(call.group) if record.is_cut else 0  # of calls before it
-        number = number if last is None else last.number
-        record.calls.append(call._replace(number=number + 1))
+        record.calls.append(call._replace(number=1 if last is None else last.number + 1))
     elif all(one.is_p2p for one in pending):
         _add_unrecorded(record, call, sequence_number(call.group))
     elif wait.root is not None:

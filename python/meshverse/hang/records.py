@@ -29,6 +29,7 @@ _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _RANKS_IN_DESCRIPTION = re.compile(r"\[(?:(\d+)(?:-(\d+)(?::(\d+))?)?|[^]]*)\]$")
 # Parts of paths of files that are not the program's. The dump may be from another machine.
 _PACKAGES, _OURS = ("/site-packages/", "/dist-packages/"), ("torch", "meshverse")
+_CPP = (".c", ".cc", ".cpp", ".cxx", ".cu", ".h", ".hpp", ".so")
 _MOST_CALLERS = 6
 CALLED_AT = ", called at "  # between two lines of the program
 _BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")  # of torch.distributed
@@ -523,6 +524,8 @@ def _program_lines(frames: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for frame in frames:
         file = str(frame["filename"])
         line = f"{file}:{frame['line']} in {frame['name']}"
+        if is_of_cpp(file):
+            continue
         if any(part in file for part in _PACKAGES):
             is_torchs = any(f"{part}{name}/" in file for part in _PACKAGES for name in _OURS)
             if not is_torchs:
@@ -532,6 +535,11 @@ def _program_lines(frames: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             yield line
     if not is_found:
         yield from in_package
+
+
+def is_of_cpp(file: str) -> bool:
+    """Return whether a recorded frame is one of C++, as with TORCH_FR_CPP_STACK=1."""
+    return file == "??" or file.endswith(_CPP)
 
 
 def short_line(line: str) -> str:

@@ -430,11 +430,12 @@ class ReportFormatter(NamedTuple):
             )
             return [why]
         followed = zip(one.cycle, [*one.cycle[1:], *one.cycle[:1]], strict=True)
-        awaited = (
-            next((each for each in by_name[name].awaited if each.where == following), None)
-            for name, following in followed
-        )
-        return [doubt for each in awaited if each is not None and (doubt := self._doubt(each))]
+        doubts = []
+        for name, following in followed:
+            # One rank that surely waits there is enough.
+            found = [self._doubt(m) for m in by_name[name].awaited if m.where == following]
+            doubts += found[:1] if all(found) else []
+        return doubts
 
     def _doubt(self, missing: Missing) -> str:
         """Return why a rank of a deadlock may not wait in its call; "" if it surely does."""

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
 from meshverse import DeviceMesh
-from meshverse.parallel.meshes.submesh import get_flat_mesh
+from meshverse.parallel.meshes.submesh import axis_size, get_flat_mesh
 from meshverse.parallel.models.modules import stage_of
 
 from .split_logits import loss_of_split_logits
@@ -74,7 +74,8 @@ class LossPerToken:
         local = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
         self._device = torch.device(kind, *local)
         self.tokens: Tensor | None = None
-        self._n_counted = self._n_passed = 0  # positions of this rank's targets, of this step
+        self._n_cp = axis_size(device_mesh, "cp")
+        self._counted: set[tuple[int, ...]] = set()  # shapes of the targets that were counted
         for each in models:
             if self._data.size() > 1 and not isinstance(each, FSDPModule):
                 raise ValueError(
@@ -102,16 +103,11 @@ class LossPerToken:
             targets: targets of each microbatch, shape (batch, tokens): what each position predicts.
                 Of `labels=`, which transformers shifts itself, pass `labels[:, 1:]`.
 
-        Raises:
-            RuntimeError: since the last `count`, this object was called with other targets than
-                those that were counted: fewer positions, or more.
-
         Returns:
             Their number as an integer tensor without dimensions, at least 1, on the mesh's device.
             Models of transformers take it as `num_items_in_batch=` beside `labels=`.
         """
-        self._check_all_passed()
-        self._n_counted = sum(each.numel() for each in targets)
+        self._counted = {tuple(each.shape) for each in targets}
         own = sum((each.ne(self._ignored).sum() for each in targets), torch.tensor(0))
         self.tokens = own.to(self._device)
         dist.all_reduce(self.tokens, group=self._data.get_group())
@@ -126,7 +122,8 @@ class LossPerToken:
             targets: shape (batch, tokens): what each position predicts.
 
         Raises:
-            RuntimeError: `count` was not called.
+            RuntimeError: `count` was not called, or was called with whole sequences, of which
+                context parallelism has split this rank's part.
             ValueError: the targets do not have the shape of the logits without the vocabulary.
         """
         if logits.shape[:-1] != targets.shape:
@@ -141,6 +138,16 @@ class LossPerToken:
                 "count(*targets), with the targets of all microbatches of this step, before."
             )
 
+        shape = tuple(targets.shape)
+        whole = (*shape[:-1], self._n_cp * shape[-1]) if shape else shape
+        if shape not in self._counted and whole in self._counted:
+            raise RuntimeError(
+                f"LossPerToken.count() got targets of shape {whole}, and this rank's part of them "
+                f"has shape {shape}: each of the {self._n_cp} ranks of context parallelism counted "
+                "all tokens. Call count inside context_parallel(), with the parts of all "
+                "microbatches of the step."
+            )
+
         def total(logits: Tensor, targets: Tensor) -> Tensor:
             return cross_entropy(
                 logits.flatten(0, -2).float(),
@@ -149,7 +156,6 @@ class LossPerToken:
                 reduction="sum",
             )
 
-        self._n_passed += targets.numel()
         loss: Tensor = loss_of_split_logits(total, logits, targets)
         return loss / self.tokens
 
@@ -167,14 +173,3 @@ class LossPerToken:
         for group in (self._data.get_group(), *map(self._mesh.get_group, stages)):
             dist.all_reduce(whole, group=group)
         return whole.item()
-
-    def _check_all_passed(self) -> None:
-        """Check that the counted targets are those that the loss was computed of, if any was."""
-        n_passed, self._n_passed = self._n_passed, 0
-        if n_passed not in (0, self._n_counted):
-            raise RuntimeError(
-                f"LossPerToken.count() got targets of {self._n_counted:,} positions on this rank, "
-                f"but the loss was computed of {n_passed:,} since then: gradients have the wrong "
-                "scale. Call count once per step, with the targets of all its microbatches; with "
-                "context parallelism inside context_parallel(), where a rank has its part of them."
-            )

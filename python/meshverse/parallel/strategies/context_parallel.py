@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel as split_by_torch
 from torch.nn import functional as F
@@ -27,6 +27,7 @@ from meshverse.parallel.models.packed_sequences import without_masks_for_packed_
 # Devices and kernels for which torch implements attention over parts of sequences. With other
 # kernels, attention would treat a rank's parts, which are out of order, as a whole sequence.
 _DEVICES = ("cuda",)
+_split: set[str] = set()  # "attention", once it has been split in this process
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
 
@@ -61,7 +62,8 @@ def context_parallel(
     Raises:
         KeyError: the mesh has several axes, and none is called cp.
         RuntimeError: the context ends, and no attention was split in it; gradients are wrong then.
-            Not raised once torch.compile has compiled anything, as calls in it are not seen.
+            Not raised once attention has been split in this process, or torch.compile has compiled
+            anything: calls in compiled code are not seen.
         NotImplementedError: torch has no such attention for the mesh's device, such as the CPU.
         ValueError: a buffer lacks its dim, shares memory with another buffer, requires a gradient
             or is not contiguous; or lengths differ, or are not divisible by the number of ranks.
@@ -96,13 +98,13 @@ def context_parallel(
         with (
             sdpa_kernel(_KERNELS),
             without_masks_for_packed_sequences(),
-            _noted_attention() as calls,
+            _noted_attention(),
         ):
             yield
     finally:
         # Without the exception: with one, torch 2.11 restores neither buffers nor attention.
         split.__exit__(None, None, None)
-    if not calls and not has_compiled():
+    if not _split and not has_compiled():
         raise RuntimeError(
             "No attention was split over the ranks of context parallelism: nothing in the context "
             "called torch.nn.functional.scaled_dot_product_attention, so each rank took its parts "
@@ -112,39 +114,24 @@ def context_parallel(
         )
 
 
-def check_attention(model: nn.Module) -> None:
-    """Check that transformers' models use the attention that context parallelism splits.
-
-    Raises:
-        ValueError: a module's config has another `attn_implementation`.
-    """
-    for name, module in model.named_modules():
-        kind = getattr(vars(module).get("config"), "_attn_implementation", None)
-        if isinstance(kind, str) and kind != "sdpa":
-            raise ValueError(
-                f"Context parallelism splits scaled_dot_product_attention only, and "
-                f"{name or type(module).__name__} has attn_implementation={kind!r}: ranks would "
-                'take their parts of sequences for whole ones. Load the model with "sdpa", call '
-                'model.set_attn_implementation("sdpa"), or use cp_size=1.'
-            )
-
-
 @contextlib.contextmanager
-def _noted_attention() -> Iterator[set[str]]:
-    """Yield a set that is empty until attention is called, but for calls in compiled code."""
-    calls: set[str] = set()
+def _noted_attention() -> Iterator[None]:
+    """Note whether attention is split, but for calls in compiled code."""
+    if _split:
+        yield
+        return
     split_attention = F.scaled_dot_product_attention  # torch's, for parts of sequences
 
     @functools.wraps(split_attention)
     def noted(*arguments: Any, **keywords: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            calls.add("called")
+            _split.add("attention")
         return split_attention(*arguments, **keywords)
 
     functions: Any = F
     functions.scaled_dot_product_attention = noted
     try:
-        yield calls
+        yield
     finally:
         functions.scaled_dot_product_attention = split_attention
 

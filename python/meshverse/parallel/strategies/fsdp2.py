@@ -44,7 +44,6 @@ from meshverse.parallel.experts.expert_parallel import apply_expert_parallelism,
 from meshverse.parallel.experts.sharding import choose_moe_mesh, shard_experts
 from meshverse.parallel.meshes.degrees import degree
 from meshverse.parallel.meshes.submesh import (
-    axis_size,
     check_class,
     check_covered,
     get_flat_mesh,
@@ -64,7 +63,6 @@ from meshverse.parallel.models.parameters import (
 )
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
-from .context_parallel import check_attention
 from .layer_outputs import check_outputs
 
 _logger = logging.getLogger(__name__)
@@ -166,8 +164,6 @@ def fsdp2_strategy_parallelize(
     check_covered(device_mesh, (fsdp_mesh, tp_mesh))
     moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
     check_can_be_sharded(model)
-    if axis_size(device_mesh, "cp") > 1:
-        check_attention(model)
     experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size(), tp_mesh)
     if not experts:  # a stage without experts, of a model with experts
         moe_mesh = None

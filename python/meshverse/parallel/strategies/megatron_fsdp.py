@@ -45,8 +45,6 @@ from meshverse.parallel.models.checkpointing import checkpointed_layers, prepare
 from meshverse.parallel.models.modules import import_class_from_path
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
-from .context_parallel import check_attention
-
 
 def megatron_fsdp_strategy_parallelize(
     model: nn.Module,
@@ -117,8 +115,6 @@ def megatron_fsdp_strategy_parallelize(
                 "create_megatron_fsdp_device_mesh, or use FSDP2."
             )
     check_covered(device_mesh, (shard_mesh, tp_mesh))
-    if axis_size(device_mesh, "cp") > 1:
-        check_attention(model)
     if config.activation_checkpointing:
         checkpointed_layers(model, "all")
     package: Any = None

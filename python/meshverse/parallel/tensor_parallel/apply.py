@@ -119,6 +119,7 @@ def apply_tp_plan(
             parts of its features, or ranks have different plans or models.
     """
     given: Mapping[str, Any] = plan
+    _check_same_on_ranks(model, plan, tp_mesh)
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
     if wrong:
         raise TypeError(
@@ -136,6 +137,7 @@ def apply_guessed_plan(
     Raises:
         ValueError: as there, or a module with split activations was not compared with itself.
     """
+    _check_same_on_ranks(model, plan, tp_mesh)
     _apply(model, tp_mesh, _styles_by_module(model, plan, strict=True), is_guess=True)
 
 
@@ -181,7 +183,6 @@ def _apply(
     untried = try_plan(model, planned, counts, tp_mesh.size())
     _report(model, planned, untried, local_heads, is_guess=is_guess)
 
-    _check_same_on_ranks(model, planned, tp_mesh)
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     with keeping_attributes(model):
         for name in own_names:
@@ -203,14 +204,20 @@ def _apply(
 
 
 def _check_same_on_ranks(
-    model: nn.Module, styles: Mapping[str, ParallelStyle], tp_mesh: DeviceMesh
+    model: nn.Module, plan: Mapping[str, ParallelStyle], tp_mesh: DeviceMesh
 ) -> None:
     """Check that all ranks split the same layers in the same way: they communicate for each.
+
+    This is before all other checks, which may raise on some ranks only.
 
     Raises:
         ValueError: a mismatch; it is raised on all of them.
     """
-    lines = [f"{name} by {style_text(style)}" for name, style in styles.items()]
+    entries = {key: style_text(style) for key, style in plan.items()}
+    # The order counts if several entries match a module.
+    matched = [name for key in plan for name in matching_modules(model, key)]
+    keys = entries if len(matched) > len({*matched}) else sorted(entries)
+    lines = [f"{key} by {entries[key]}" for key in keys]
     lines += [
         f"{name} of shape {tuple(each.shape)}, {each.dtype}"
         for name, each in model.named_parameters()
@@ -225,6 +232,8 @@ def _check_same_on_ranks(
     of_ranks: list[list[str]] = [[] for _ in range(tp_mesh.size())]
     dist.all_gather_object(of_ranks, lines, group=group)
     on_all = set(lines).intersection(*of_ranks)
+    if all(on_all.issuperset(its) for its in of_ranks):
+        on_all = set()  # only their order is different
     different = {
         f"rank {rank}": [line for line in its if line not in on_all][:4]
         for rank, its in zip(dist.get_process_group_ranks(group), of_ranks, strict=True)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshverse.parallel.experts.stacked import describe
+from meshverse.parallel.models.modules import parent_name
 from meshverse.parallel.models.trials import kept_by, leaves_in, values_in
 
 from .equal_modules import PLAIN
@@ -125,7 +126,7 @@ class RunOfModel(NamedTuple):
     Attributes:
         calls: of modules, by name.
         known: the modules whose calls are all known: called in a run that came to its end.
-        read: split layers whose parameters were read outside them, with what was read.
+        read: the first split layer whose parameters were read outside it, with what was read.
     """
 
     calls: dict[str, Calls]
@@ -158,7 +159,7 @@ def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str])
     hidden: dict[str, Callable[[], None]] = {}
     layers = {id(copied.get_submodule(name)) for name in split}
     for name, module in copied.named_modules():
-        if id(module) in layers and not name.startswith(tuple(f"{each}." for each in hidden)):
+        if id(module) in layers and not _is_inside(name, hidden):
             hidden[name] = hide_parameters_outside(module, name)
     read: dict[str, str] = {}
     found: dict[str, Calls] = {}
@@ -174,7 +175,8 @@ def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str])
                 copied(given, **keywords)
         except ReadWeightError as error:
             read[error.layer] = str(error)
-            hidden.pop(error.layer)()
+            for show in hidden.values():
+                show()
             return run(given, **keywords)
         except Exception as error:  # noqa: BLE001  (a forward raises anything)
             _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
@@ -195,6 +197,14 @@ def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str])
         if len(found) == len(wanted):
             break
     return RunOfModel({**partly, **found}, {*found}, read)
+
+
+def _is_inside(name: str, names: Collection[str]) -> bool:
+    """Return whether a module is in one of others, by their names."""
+    while name := parent_name(name):
+        if name in names:
+            return True
+    return False
 
 
 def _watch(module: nn.Module, name: str, calls: dict[str, Calls]) -> None:

@@ -160,8 +160,13 @@ def style_key(style: ParallelStyle) -> Hashable:
     return type(style), _plain(vars(style))
 
 
-def style_text(style: ParallelStyle) -> str:
-    """Return a style's class and plain settings in words that are the same in all processes."""
+def style_text(style: object) -> str:
+    """Return a style in words that are the same in all processes.
+
+    These are its class and, of torch's styles and ours, its settings. Others may hold what differs.
+    """
+    if not type(style).__module__.startswith(("torch.", "meshverse.")):
+        return type(style).__name__
     settings = {name: _in_words(each) for name, each in vars(style).items()}
     return f"{type(style).__name__}({', '.join(f'{k}={v}' for k, v in sorted(settings.items()))})"
 

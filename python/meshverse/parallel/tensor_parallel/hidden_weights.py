@@ -49,6 +49,9 @@ class _HiddenParameter(Tensor):
         if function in _ABOUT_WEIGHTS:
             plain: Any = super().__torch_function__
             return plain(function, kinds, arguments, keywords)
+        if function in (Tensor.to, Tensor.type_as) and not isinstance(arguments[0], cls):
+            first, like, *others = arguments  # only the dtype and the device of the other count
+            return function(first, torch.empty(0, dtype=like.dtype, device=like.device), *others)
         given = tree_leaves((arguments, keywords))
         read = next(vars(each) for each in given if isinstance(each, cls))
         raise ReadWeightError(
@@ -58,12 +61,13 @@ class _HiddenParameter(Tensor):
 
 _ABOUT_WEIGHTS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size),
-    *(Tensor.__len__, torch.numel, torch.is_floating_point),
+    *(Tensor.is_complex, Tensor.stride, Tensor.is_contiguous, Tensor.get_device, Tensor.__len__),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.result_type),
     *(
         getattr(Tensor, name).__get__
         for name in (
             *("dtype", "device", "layout", "shape", "ndim"),
-            *("is_cuda", "is_meta", "is_leaf", "requires_grad"),
+            *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_leaf", "requires_grad", "itemsize"),
         )
     ),
 }
