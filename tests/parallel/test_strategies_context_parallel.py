@@ -146,7 +146,7 @@ def _unsplit(is_called: bool) -> tuple[str, bool]:
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
     tokens, own = _tokens(), F.scaled_dot_product_attention
     dynamo.utils.counters.clear()  # of earlier tests in this process
-    implementation._split.clear()
+    implementation._split_once.clear()
     split = context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1])
     with (
         _cpu_allowed(),
@@ -185,7 +185,7 @@ def _compiled(fullgraph: bool) -> None:
     """Calls in compiled code are not seen, so nothing is refused then."""
     torch.compiler.reset()
     dynamo.utils.counters.clear()
-    implementation._split.clear()
+    implementation._split_once.clear()
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
     add = torch.compile(lambda each: each + 1, backend="eager", fullgraph=fullgraph)
     add(torch.ones(1))

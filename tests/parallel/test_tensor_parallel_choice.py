@@ -222,7 +222,7 @@ class ReadsDtype(LikeLlama):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = self.lm_head.weight
-        output = super().forward(tokens).to(weight).type_as(weight)
+        output = super().forward(tokens).to(weight, copy=True).type_as(weight)
         return output if torch.result_type(output, weight) == weight.dtype else output.double()
 
 

@@ -137,7 +137,6 @@ class LossPerToken:
                 "LossPerToken does not know the tokens of the batch yet. Call "
                 "count(*targets), with the targets of all microbatches of this step, before."
             )
-
         shape = tuple(targets.shape)
         whole = (*shape[:-1], self._n_cp * shape[-1]) if shape else shape
         if shape not in self._counted and whole in self._counted:

@@ -27,7 +27,7 @@ from meshverse.parallel.models.packed_sequences import without_masks_for_packed_
 # Devices and kernels for which torch implements attention over parts of sequences. With other
 # kernels, attention would treat a rank's parts, which are out of order, as a whole sequence.
 _DEVICES = ("cuda",)
-_split: set[str] = set()  # "attention", once it has been split in this process
+_split_once: set[str] = set()  # "attention", once it has been split in this process
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
 
@@ -104,7 +104,7 @@ def context_parallel(
     finally:
         # Without the exception: with one, torch 2.11 restores neither buffers nor attention.
         split.__exit__(None, None, None)
-    if not _split and not has_compiled():
+    if not _split_once and not has_compiled():
         raise RuntimeError(
             "No attention was split over the ranks of context parallelism: nothing in the context "
             "called torch.nn.functional.scaled_dot_product_attention, so each rank took its parts "
@@ -117,7 +117,7 @@ def context_parallel(
 @contextlib.contextmanager
 def _noted_attention() -> Iterator[None]:
     """Note whether attention is split, but for calls in compiled code."""
-    if _split:
+    if _split_once:
         yield
         return
     split_attention = F.scaled_dot_product_attention  # torch's, for parts of sequences
@@ -125,7 +125,7 @@ def _noted_attention() -> Iterator[None]:
     @functools.wraps(split_attention)
     def noted(*arguments: Any, **keywords: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            _split.add("attention")
+            _split_once.add("attention")
         return split_attention(*arguments, **keywords)
 
     functions: Any = F

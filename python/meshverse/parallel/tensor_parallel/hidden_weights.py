@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["ReadWeightError", "hide_parameters", "hide_parameters_outside"]
 
@@ -50,13 +50,20 @@ class _HiddenParameter(Tensor):
             plain: Any = super().__torch_function__
             return plain(function, kinds, arguments, keywords)
         if function in (Tensor.to, Tensor.type_as) and not isinstance(arguments[0], cls):
-            first, like, *others = arguments  # only the dtype and the device of the other count
-            return function(first, torch.empty(0, dtype=like.dtype, device=like.device), *others)
+            positional, named = tree_map(_alike, (arguments, keywords or {}))
+            return function(*positional, **named)
         given = tree_leaves((arguments, keywords))
         read = next(vars(each) for each in given if isinstance(each, cls))
         raise ReadWeightError(
             f"{read['name']!r} is read outside its layer, which the plan splits.", read["layer"]
         )
+
+
+def _alike(value: Any) -> Any:
+    """Return an empty tensor of a hidden parameter's dtype and device, and other values as is."""
+    if not isinstance(value, _HiddenParameter):
+        return value
+    return torch.empty(0, dtype=value.dtype, device=value.device)
 
 
 _ABOUT_WEIGHTS = {
