@@ -51,12 +51,13 @@ PlanArrays plan(const std::vector<Holders>& holders, const std::vector<MoveTuple
   }
   const Nodes nodes = node_of_rank ? Nodes(*node_of_rank) : Nodes(world_size, node_size);
   reshard::Plan made = reshard::plan(holders, moves, nodes, rank, round_bytes);
+  constexpr auto kColumns = static_cast<std::int64_t>(std::tuple_size_v<reshard::Message>);
   Integers messages;
-  for (const auto& message : made.messages) {
+  for (const reshard::Message& message : made.messages) {
     messages.insert(messages.end(), message.begin(), message.end());
   }
   const auto rows = static_cast<std::int64_t>(made.messages.size());
-  return {RankArray(rows, 7, std::move(messages)), RankArray(std::move(made.boxes)),
+  return {RankArray(rows, kColumns, std::move(messages)), RankArray(std::move(made.boxes)),
           RankArray(std::move(made.kept))};
 }
 

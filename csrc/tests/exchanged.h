@@ -225,7 +225,7 @@ class Exchange {
   // Calls `visit` with each element of a message: its tensor, first byte, and place in the local
   // tensor.
   template <class Visit>
-  void boxes(const Plan& own, const std::array<std::int64_t, 7>& message, const Visit& visit) {
+  void boxes(const Plan& own, const Message& message, const Visit& visit) {
     auto at = own.boxes.begin() + message[5];
     for (std::int64_t count = 0; count < message[6]; ++count) {
       const std::int64_t tensor = *at++, first = *at++, n = *at++;

@@ -451,13 +451,13 @@ begun.wait()
 """
 
 
+def _run(program):
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+
+
 def test_python_ends_while_a_thread_makes_an_entry():
-    ended = subprocess.run(
-        [sys.executable, "-c", _ENDS_WHILE_A_THREAD_MAKES_ONE],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    ended = _run(_ENDS_WHILE_A_THREAD_MAKES_ONE)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -494,12 +494,7 @@ raise SystemExit(3)
 
 
 def test_a_process_ends_while_daemon_threads_are_in_the_core():
-    ended = subprocess.run(
-        [sys.executable, "-c", _ENDS_WHILE_THREADS_WAIT],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    ended = _run(_ENDS_WHILE_THREADS_WAIT)
     assert ended.returncode == 3, ended.stderr
 
 

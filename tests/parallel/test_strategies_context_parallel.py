@@ -96,11 +96,11 @@ _SIZES = {
 _BOUND, _EXACT = 1e-5, MixedPrecisionPolicy()
 
 
-def _llama(attention: str = "sdpa") -> nn.Module:
+def _llama() -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, attn_implementation=attention,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
 
@@ -146,7 +146,7 @@ def _unsplit(is_called: bool) -> tuple[str, bool]:
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
     tokens, own = _tokens(), F.scaled_dot_product_attention
     dynamo.utils.counters.clear()  # of earlier tests in this process
-    implementation._split_once.clear()
+    implementation._has_split.clear()
     split = context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1])
     with (
         _cpu_allowed(),
@@ -185,7 +185,7 @@ def _compiled(fullgraph: bool) -> None:
     """Calls in compiled code are not seen, so nothing is refused then."""
     torch.compiler.reset()
     dynamo.utils.counters.clear()
-    implementation._split_once.clear()
+    implementation._has_split.clear()
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
     add = torch.compile(lambda each: each + 1, backend="eager", fullgraph=fullgraph)
     add(torch.ones(1))

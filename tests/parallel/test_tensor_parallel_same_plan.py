@@ -106,7 +106,7 @@ def _refusal(build: str) -> tuple[str, bool]:
         ("_other_layers", "{'rank 0': ['up by ColwiseParallel("),
         ("_other_name", "'pu by ColwiseParallel("),
         ("_no_style", "'up by str"),
-        ("_other_order", "* by ColwiseParallel("),
+        ("_other_order", "'down by ColwiseParallel("),
         ("_other_model", "{'rank 0': ['gate.bias of shape"),
     ],
 )

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -113,10 +113,11 @@ def record_here(rank: int, *, with_lines: bool, n_kept: int = KEPT) -> RankRecor
             _add_wait(record, wait)
     frames = sys._current_frames()
     _add_creations(record, frames)
-    main = _joined(threading.main_thread().ident, frames)
+    callers = {*threads.values()}
+    main = _joined(threading.main_thread().ident, frames, callers)
     record.doing = _doing(main)
     for group, thread in threads.items():
-        frame = _joined(thread, frames)
+        frame = _joined(thread, frames, callers)
         if group in record.groups and frame is not None and frame is not main:
             record.doing_in[group] = _doing(frame)
     return record
@@ -233,20 +234,29 @@ def _doing(frame: FrameType | None) -> str:
     return f"{line}, waiting for other ranks in torch's {creation}()" if creation else line
 
 
-def _joined(thread: int | None, frames: Mapping[int, FrameType]) -> FrameType | None:
+def _joined(
+    thread: int | None, frames: Mapping[int, FrameType], callers: Collection[int]
+) -> FrameType | None:
     """Return the innermost frame of a thread, or of the one that it waits for.
 
-    It waits in `join`, or in a backward that another thread runs, as on GPUs.
+    It waits in `join`, or in a backward that torch's own thread runs, as on GPUs.
+
+    Args:
+        thread: identifier of the thread.
+        frames: innermost frames, by thread.
+        callers: threads that have made recorded calls. One of them that Python's `threading` has
+            not started is torch's, if there is no other one.
     """
     innermost = frame = frames.get(thread or 0)
     others = {one: other for one, other in frames.items() if one != thread}
     while frame is not None:
         if runs_backward(frame):
             others.pop(threading.main_thread().ident or 0, None)
-            of_torch = [other for other in others.values() if not _is_of_threading(other)]
+            called = [other for one, other in others.items() if one in callers]
+            of_torch = [other for other in called if not _is_of_threading(other)]
             return of_torch[0] if len(of_torch) == 1 else innermost
         if frame.f_code is threading.Thread.join.__code__:
-            return _joined(frame.f_locals["self"].ident, others) or innermost
+            return _joined(frame.f_locals["self"].ident, others, callers) or innermost
         frame = frame.f_back
     return innermost
 

@@ -526,7 +526,7 @@ class ReportFormatter(NamedTuple):
         if older:
             parts.append(self._why_not_sure(older))
         absent = [missing for missing in absent if not missing.is_older]
-        sure = [m for m in absent if m.last is not None or not m.is_cut or m.has_begun_fewer]
+        sure = [missing for missing in absent if missing.last is not None or not missing.is_cut]
         if sure:
             parts.append(
                 f"{self.ranks([missing.rank for missing in sure])} "

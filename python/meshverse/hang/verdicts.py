@@ -68,7 +68,6 @@ class Missing(NamedTuple):
         is_recorded: whether there is a record of this rank.
         was_read: whether this record was read: of many missing ranks, only some are.
         is_cut: whether the rank's older calls are gone, so that it may have made the call.
-        has_begun_fewer: whether it is known that the rank has not, as the group counts its calls.
         is_older: whether the record is older than the call, which the rank may have made since.
         may_have_sent: whether its last call is a completed send to the rank that waits to receive.
             That may be the one it waits for: NCCL's small sends end before they are received.
@@ -86,7 +85,6 @@ class Missing(NamedTuple):
     is_recorded: bool = True
     was_read: bool = True
     is_cut: bool = False
-    has_begun_fewer: bool = False
     is_older: bool = False
     may_have_sent: bool = False
 
@@ -289,11 +287,12 @@ class _WaitForGraph:
             self._add(name, name, whole, waiting, past, missing, differing, is_whole)
             if name in self.found:
                 self.found[name].missing = [
-                    each._replace(has_begun_fewer=self._has_begun_fewer(each.rank, name, number))
+                    each._replace(is_cut=each.is_cut and not self._lacks(each.rank, name, number))
                     for each in self.found[name].missing
                 ]
 
-    def _has_begun_fewer(self, rank: int, name: str, number: int) -> bool:
+    def _lacks(self, rank: int, name: str, number: int) -> bool:
+        """Return whether a group's own count of calls shows that the rank has not made this one."""
         record = self._records.get(rank)
         return record is not None and record.begun.get(name, number) < number
 
@@ -393,7 +392,7 @@ class _WaitForGraph:
             doing=doing,
             caller="" if front is None or caller in waiting_at else caller,
             was_read=record.was_read,
-            is_cut=record.is_cut and not self._seen[group].is_new and record.begun.get(group) != 0,
+            is_cut=record.is_cut and not self._seen[group].is_new,
         )
 
     # --- causes -------------------------------------------------------------------------------

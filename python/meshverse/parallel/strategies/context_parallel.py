@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from meshverse.parallel.models.packed_sequences import without_masks_for_packed_
 # Devices and kernels for which torch implements attention over parts of sequences. With other
 # kernels, attention would treat a rank's parts, which are out of order, as a whole sequence.
 _DEVICES = ("cuda",)
-_split_once: set[str] = set()  # "attention", once it has been split in this process
+_has_split = threading.Event()  # set once attention has been split in this process
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
 
@@ -95,16 +96,12 @@ def context_parallel(
     split.__enter__()
     try:
         # Positions jump from a rank's front part to its end part, like those of packed sequences.
-        with (
-            sdpa_kernel(_KERNELS),
-            without_masks_for_packed_sequences(),
-            _noted_attention(),
-        ):
+        with sdpa_kernel(_KERNELS), without_masks_for_packed_sequences(), _noted_attention():
             yield
     finally:
         # Without the exception: with one, torch 2.11 restores neither buffers nor attention.
         split.__exit__(None, None, None)
-    if not _split_once and not has_compiled():
+    if not _has_split.is_set() and not has_compiled():
         raise RuntimeError(
             "No attention was split over the ranks of context parallelism: nothing in the context "
             "called torch.nn.functional.scaled_dot_product_attention, so each rank took its parts "
@@ -117,7 +114,7 @@ def context_parallel(
 @contextlib.contextmanager
 def _noted_attention() -> Iterator[None]:
     """Note whether attention is split, but for calls in compiled code."""
-    if _split_once:
+    if _has_split.is_set():
         yield
         return
     split_attention = F.scaled_dot_product_attention  # torch's, for parts of sequences
@@ -125,7 +122,7 @@ def _noted_attention() -> Iterator[None]:
     @functools.wraps(split_attention)
     def noted(*arguments: Any, **keywords: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            _split_once.add("attention")
+            _has_split.set()
         return split_attention(*arguments, **keywords)
 
     functions: Any = F

@@ -213,11 +213,10 @@ def _check_same_on_ranks(
     Raises:
         ValueError: a mismatch; it is raised on all of them.
     """
-    entries = {key: style_text(style) for key, style in plan.items()}
-    # The order counts if several entries match a module.
-    matched = [name for key in plan for name in matching_modules(model, key)]
-    keys = entries if len(matched) > len({*matched}) else sorted(entries)
-    lines = [f"{key} by {entries[key]}" for key in keys]
+    entries = {  # by module: of several entries, the last one is used
+        name: style for key, style in plan.items() for name in matching_modules(model, key) or [key]
+    }
+    lines = [f"{name} by {style_text(style)}" for name, style in sorted(entries.items())]
     lines += [
         f"{name} of shape {tuple(each.shape)}, {each.dtype}"
         for name, each in model.named_parameters()
@@ -232,8 +231,6 @@ def _check_same_on_ranks(
     of_ranks: list[list[str]] = [[] for _ in range(tp_mesh.size())]
     dist.all_gather_object(of_ranks, lines, group=group)
     on_all = set(lines).intersection(*of_ranks)
-    if all(on_all.issuperset(its) for its in of_ranks):
-        on_all = set()  # only their order is different
     different = {
         f"rank {rank}": [line for line in its if line not in on_all][:4]
         for rank, its in zip(dist.get_process_group_ranks(group), of_ranks, strict=True)
