@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -420,12 +421,27 @@ def test_without_a_store_each_rank_says_what_it_knows(start) -> None:
     job = start("sleeps", has_agent=True)
     job.wait_for(lambda: all(map(job.is_watching, range(_SIZE))))
     job.agent.kill()
+    _expect_reports_alone(job, "the store does not answer")
+
+
+@pytest.mark.long
+def test_a_store_that_stops_and_answers_again_gives_both_reports(start) -> None:
+    job = start("sleeps", has_agent=True)
+    job.wait_for(lambda: all(map(job.is_watching, range(_SIZE))))
+    os.kill(job.agent.pid, signal.SIGSTOP)  # as if its host had lost power
+    _expect_reports_alone(job, "the store has not answered for ")
+    os.kill(job.agent.pid, signal.SIGCONT)
+    found = job.wait_for(lambda: [one for one in job.causes() if "load_data" in one["text"]])
+    assert found[0]["groups"][0]["cause"] == "missing"
+
+
+def _expect_reports_alone(job: Running, why: str) -> None:
     text = job.wait_for(lambda: next(iter(job.causes()), None))["text"]
     assert "Stuck: all_reduce number 1" in text
     assert "flight recorder unreadable" in text
     assert "not responding" not in text
     printed = "".join(map(job.error, range(_SIZE)))
-    assert "ranks cannot exchange where they are: the store does not answer" in printed
+    assert f"ranks cannot exchange where they are: {why}" in printed
 
 
 @pytest.mark.long

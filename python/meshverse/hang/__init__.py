@@ -8,7 +8,7 @@
 - `named_groups`: mesh axes and ranks of process groups, from c10d's names.
 - `live`: records of a running job, exchanged through the store.
 - `ras`: a running job as NCCL's RAS sees it, for `meshverse hang --live`.
-- `watch`: the thread on each rank that finds stuck calls in a running job.
+- `watch`: the threads on each rank that find stuck calls in a running job.
 """
 
 from .dumps import write_dump

@@ -5,6 +5,9 @@ or the rendezvous in which members create a group, for longer than the limit. If
 alarm in the store. At an alarm, the threads of all ranks write where their ranks are, also on ranks
 that wait in no collective. In each stuck group, one rank is the reporter: it reads these records
 and logs the verdict.
+
+An operation of the store cannot time out. While one gets no answer, as when the store's host has
+lost power, a second thread reports the calls of this rank alone.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ _SECONDS_TO_ANSWER, _LONGEST_SECONDS_TO_ANSWER = 0.5, 8.0  # for the other ranks
 _SECONDS_TO_REPORT = 10.0  # for the reporter, once ranks have answered or had their time
 _HISTORY = 512  # completed collectives of each group, among which a skipped one is looked for
 _SECONDS_TO_KEEP = 120.0  # keys in the store that a rank wrote at an alarm
+_SECONDS_FOR_STORE = 20.0  # to answer: afterwards, this rank reports alone
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,14 @@ class Watch:
         self.on_stuck = on_stuck
         self._is_over = threading.Event()
         self._watched: _WatchedWorld | None = None
+        self._store_wait = _StoreWait()
         self._has_logged_why_off = False
-        self._thread = threading.Thread(target=self._run, name="meshverse watch", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name="meshverse watch", daemon=True),
+            threading.Thread(target=self._run_alone, name="meshverse watch, alone", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """End the watch, also in processes that are forked later. Further calls do nothing."""
@@ -94,8 +103,9 @@ class Watch:
             if self in _of_parent:
                 _of_parent.remove(self)
         self._is_over.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_SECONDS_TO_STOP)
+        if threading.current_thread() not in self._threads:
+            for thread in self._threads:
+                thread.join(_SECONDS_TO_STOP)
 
     def __enter__(self) -> Self:
         """Return the watch itself."""
@@ -113,7 +123,7 @@ class Watch:
     def _run(self) -> None:
         pause = 0.0
         while not self._is_over.wait(pause):
-            pause = min(self.seconds / 4, _LONGEST_PAUSE_SECONDS)
+            pause = self._pause
             try:
                 world = World.current()
                 if world is None or world.size == 1:
@@ -123,9 +133,32 @@ class Watch:
                     self._log_why_off(world, why)
                     continue
                 if self._watched is None or self._watched.place != (world, world.run):
-                    self._watched = _WatchedWorld(world, self.seconds, self.on_stuck)
+                    self._watched = _WatchedWorld(
+                        world, self.seconds, self.on_stuck, self._store_wait
+                    )
                 pause = max(pause, world.size / _LOOKS_A_SECOND)
                 self._watched.look(pause, self._is_over)
+            except Exception as error:  # noqa: BLE001  # a watch never ends a job
+                _log.info("Meshverse's watch failed and tries again: %s", error)
+
+    @property
+    def _pause(self) -> float:
+        """Time between two looks, in seconds."""
+        return min(self.seconds / 4, _LONGEST_PAUSE_SECONDS)
+
+    def _run_alone(self) -> None:
+        """Report the calls of this rank while `_run` waits for the store."""
+        alone: _WatchedWorld | None = None
+        while not self._is_over.wait(self._pause):
+            watched, why = self._watched, self._store_wait.why_alone()
+            if watched is None or not why:
+                alone = None
+                continue
+            try:
+                if alone is None or alone.place != watched.place:
+                    alone = _WatchedWorld(watched.world, self.seconds, self.on_stuck)
+                    alone.go_on_alone(watched, why)
+                alone.look(self._pause, self._is_over)
             except Exception as error:  # noqa: BLE001  # a watch never ends a job
                 _log.info("Meshverse's watch failed and tries again: %s", error)
 
@@ -166,7 +199,7 @@ def watch(
         seconds: time after which a collective, a send or receive, or the wait for the members of a
             new group counts as stuck, from 1 s to 7 days; None ends the watch.
         on_stuck: function that is called with a `Hang` on each rank that waits in a stuck group, in
-            the thread of the watch: for example to end the job, or to page somebody. It does not
+            a thread of the watch: for example to end the job, or to page somebody. It does not
             run on the ranks that these wait for. Its errors are logged.
 
     Returns:
@@ -271,14 +304,61 @@ class _Reported(NamedTuple):
     key: str = ""
 
 
+class _StoreWait:
+    """The wait of one thread for an answer of the store, for other threads to see."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def why_alone(self) -> str:
+        """Return why ranks cannot use the store now; "" if it answers."""
+        since = self._since
+        if since is None or time.monotonic() - since < _SECONDS_FOR_STORE:
+            return ""
+        return f"the store has not answered for {time.monotonic() - since:.0f} s"
+
+
+class _TimedStore:
+    """A store whose operations set the wait of their thread."""
+
+    def __init__(self, store: Any, wait: _StoreWait) -> None:
+        self._store, self._wait = store, wait
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._store, name)
+
+        def timed(*given: Any) -> Any:
+            with self._wait:
+                return operation(*given)
+
+        return timed
+
+
 class _WatchedWorld:
-    """The watch in one world. Arguments as in `Watch`."""
+    """The watch in one world, by one of its threads.
+
+    Args:
+        world: the world.
+        seconds, on_stuck: as in `Watch`.
+        store_wait: set while the thread waits for the store.
+    """
 
     def __init__(
-        self, world: World, seconds: float, on_stuck: Callable[[Hang], object] | None
+        self,
+        world: World,
+        seconds: float,
+        on_stuck: Callable[[Hang], object] | None,
+        store_wait: _StoreWait | None = None,
     ) -> None:
         self.world, self.place = world, (world, world.run)
         self._seconds, self._on_stuck = seconds, on_stuck
+        self._store_wait = store_wait or _StoreWait()
         # Other calls stuck for the same reason may have begun a little later than the one that
         # raises an alarm: at an alarm, calls older than half the limit are included.
         self._shortest = seconds / 2
@@ -298,7 +378,7 @@ class _WatchedWorld:
         if self._reported:
             self._log_ended()
         try:
-            store = None if self._why_alone else self.world.run_keys
+            store = None if self._why_alone else self._store_keys()
             if store is None:
                 self._report_alone(stuck)
                 return
@@ -322,6 +402,18 @@ class _WatchedWorld:
             # The store is not used again, as c10d would print a warning each time.
             self._why_alone = f"the store does not answer ({str(error).splitlines()[0]})"
             self._report_alone(stuck)
+
+    def go_on_alone(self, other: _WatchedWorld, why: str) -> None:
+        """Take over what another thread has reported, and use no store."""
+        self._reported, self._why_alone = dict(other._reported), why
+
+    def _store_keys(self) -> StoreKeys | None:
+        with self._store_wait:  # a thread's first use of the store connects to it
+            store = self.world.store
+            if store is None:
+                return None
+            self.world.run.number(store)
+        return self.world.run.keys(_TimedStore(store, self._store_wait))
 
     # --- this rank ----------------------------------------------------------------------------
 
