@@ -267,7 +267,7 @@ def test_a_call_that_followed_another_one_is_reported_again_with_a_cause_of_its_
     caplog, monkeypatch
 ) -> None:
     store, heard, is_over = StoreKeys(dist.HashStore(), "", 4), [], threading.Event()
-    monkeypatch.setattr(World, "run_keys", store)
+    monkeypatch.setattr(_WatchedWorld, "_store_keys", lambda _: store)
     monkeypatch.setattr(watch_module, "longest_wait", lambda: 60.0)
     monkeypatch.setattr(watch_module, "_LONGEST_SECONDS_TO_ANSWER", 60.0)  # the peers do answer
     began = time.time() - 60
@@ -316,7 +316,7 @@ def test_a_call_is_reported_by_another_rank_if_the_first_reporter_does_not(
     is_reported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, heard = StoreKeys(dist.HashStore(), "", 4), []
-    monkeypatch.setattr(World, "run_keys", store)
+    monkeypatch.setattr(_WatchedWorld, "_store_keys", lambda _: store)
     monkeypatch.setattr(watch_module, "longest_wait", lambda: 60.0)
     monkeypatch.setattr(watch_module, "_LONGEST_SECONDS_TO_ANSWER", 0.0)
     monkeypatch.setattr(watch_module, "_SECONDS_TO_REPORT", 0.0)
