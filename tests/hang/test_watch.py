@@ -741,3 +741,30 @@ def _texts_after_a_second_alarm() -> list[str]:
 def test_a_second_alarm_leaves_what_the_reporter_of_the_first_still_reads(crew: Crew) -> None:
     for texts in crew.run(_texts_after_a_second_alarm, 2):
         assert all(texts)
+
+
+def test_the_work_of_a_report_grows_no_faster_than_the_pending_calls() -> None:
+    assert _steps_of_a_report(400) < 3 * _steps_of_a_report(200)
+
+
+def _steps_of_a_report(n_pending: int) -> int:
+    """Return how often Python enters a function, or goes on in a generator, for a report."""
+    store, now, tp = StoreKeys(dist.HashStore(), "", 4), time.time(), GroupSeen("axis tp", [0, 1])
+    pending = [Call("tp", n, "all_reduce", False, now - 60) for n in range(1, n_pending + 1)]
+    records = [RankRecord(rank, now, pending[rank:], {"tp": tp}) for rank in range(2)]
+    alarm, steps = Alarm(store, 0), 0
+
+    def count(_frame: object, event: str, _: object) -> None:
+        nonlocal steps
+        steps += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for record in records:
+            alarm.answer(record)
+        stuck = find_stuck(alarm.collect("tp", records[0]), 1.0)
+    finally:
+        sys.setprofile(before)
+    assert len(stuck) == 1
+    return steps

@@ -441,6 +441,7 @@ class Alarm(NamedTuple):
         The others have enqueued theirs behind a call in another group.
         """
         in_front, now = set(), time.time()
+        known = {rank: {call[:3] for call in one.calls} for rank, one in records.items()}
         key = self._key("group", _identity(name, seen))
         for line in self.store.read(key).splitlines():
             rank, is_in_front, *values = json.loads(line)
@@ -450,7 +451,8 @@ class Alarm(NamedTuple):
                 in_front.add(rank)
             if seen is not None:
                 record.groups.setdefault(name, seen)
-            if not any(one[:3] == call[:3] for one in record.calls):
+            if call[:3] not in known.setdefault(rank, set()):
+                known[rank].add(call[:3])
                 record.calls.append(call)
         return in_front
 
