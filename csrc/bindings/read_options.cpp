@@ -63,24 +63,39 @@ OptionValue read_int(py::handle value) {
   return Tagged{"int", py::str(int_type(value))};
 }
 
+// A text, which is of `type` unless that is empty. One that UTF-8 cannot encode, such as a path
+// that is not in the file system's encoding, is compared by its repr.
+OptionValue read_text(py::handle text, const std::string& type = "") {
+  Py_ssize_t size = 0;
+  if (const char* const utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &size)) {
+    std::string same(utf8, static_cast<std::size_t>(size));
+    if (type.empty()) return same;
+    return Tagged{type, std::move(same)};
+  }
+  PyErr_Clear();
+  const auto escaped = py::reinterpret_steal<py::str>(PyUnicode_Type.tp_repr(text.ptr()));
+  if (!escaped) throw py::error_already_set();
+  return Tagged{(type.empty() ? "str" : type) + ", escaped", std::string(escaped)};
+}
+
 // A scalar, compared by value; nullopt for other objects.
 std::optional<OptionValue> read_scalar(py::handle value) {
   PyObject* const object = value.ptr();
   if (object == Py_None) return None();
   if (PyBool_Check(object)) return object == Py_True;
   if (PyLong_CheckExact(object)) return read_int(value);
-  if (PyUnicode_CheckExact(object)) return value.cast<std::string>();
+  if (PyUnicode_CheckExact(object)) return read_text(value);
   if (PyList_CheckExact(object) || PyDict_CheckExact(object)) return std::nullopt;
   if (is_enum(value)) return read_enum(value);
   if (PyLong_Check(object)) return read_int(value);
   if (PyFloat_Check(object)) return FloatBits(PyFloat_AS_DOUBLE(object));
-  if (PyUnicode_Check(object)) return value.cast<std::string>();
+  if (PyUnicode_Check(object)) return read_text(value);
   if (PyBytes_Check(object)) return Tagged{"bytes", std::string(py::repr(value))};
   if (py::isinstance(value, python_types().timedelta)) {
     return Tagged{"timedelta", std::to_string(to_microseconds(value)) + " us"};
   }
   if (py::hasattr(py::type::handle_of(value), "__fspath__")) {
-    return Tagged{type_name_of(value), py::str(value.attr("__fspath__")())};
+    return read_text(py::str(value.attr("__fspath__")()), type_name_of(value));
   }
   if (!is_value_object(value)) return std::nullopt;
   const bool is_key = ValueType<OptionsKey>::is(object);

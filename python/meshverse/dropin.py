@@ -31,7 +31,8 @@ def _new(cls: type[StockDeviceMesh], *args: Any, **kwargs: Any) -> StockDeviceMe
     # Python then calls __init__ of the returned object's class, with the same arguments.
     if cls is StockDeviceMesh and _shall_be_ours(args, kwargs):
         return object.__new__(DeviceMesh)
-    make = super(StockDeviceMesh, cls).__new__  # may be that of another base of a subclass
+    # Of torch or another library; or that of another base of a subclass.
+    make = _new_before or super(StockDeviceMesh, cls).__new__
     return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
 
@@ -77,6 +78,7 @@ def _update_hooks() -> None:
             setattr(StockDeviceMesh, name, method)
 
 
+_new_before = StockDeviceMesh.__new__ if "__new__" in vars(StockDeviceMesh) else None
 # Set once and never removed: CPython cannot remove a __new__ from a class without breaking it.
 # `inspect` reads the signature of a class from __new__ first, so these two lines restore it.
 _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore[attr-defined]

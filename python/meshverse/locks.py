@@ -6,7 +6,8 @@ There is one lock, so no two threads can take two of ours in different orders. d
 has a table of what else a thread can wait for, in which order.
 
 - It is held for a few statements, and never while c10d, the store or Python code of others is
-  called: whoever holds it releases it soon.
+  called: whoever holds it releases it soon. Only Python's collector may run a program's finalizers
+  there, as it runs wherever objects are created.
 - A signal handler may run while its thread holds it, and call any function: it is re-entrant.
 - `os.fork` waits for it. So the child finds it free, and no change half done.
 """

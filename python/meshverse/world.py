@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -46,6 +47,8 @@ from meshverse.locks import state_changed, state_lock
 from meshverse.options.group_options import NO_OVERRIDE, GroupOptions
 
 from .store import Run, StoreKeys
+
+_log = logging.getLogger(__name__)
 
 
 class WorldState:
@@ -96,10 +99,11 @@ class World:
 
     def __init__(self, default_group: ProcessGroup) -> None:
         self._states: dict[type[WorldState], Any] = {}
-        self._process_id = os.getpid()
+        parent = _process_of_inherited.get(default_group)
+        self._process_id = os.getpid() if parent is None else parent
         self.since_ns = time.time_ns()
         self.has_universes = False
-        self.is_of_parent = False  # whether this is a copy in a forked process
+        self.is_of_parent = parent is not None  # whether it is in a process forked from its own
         self.axes_of_default_group: dict[str, None] = {}
         self.rank = default_group.rank()
         self.size = default_group.size()
@@ -140,8 +144,7 @@ class World:
             state.on_revive(current)
         with state_lock.held:
             _worlds[default_group] = self
-        for call in _called_at_start:
-            call()
+        _note_started()
 
     def note_revived(self) -> None:
         """Note that this world has its groups again. Until then, `ended_last` returns it."""
@@ -163,8 +166,7 @@ class World:
         default_group = current_default_group()
         if default_group is None:
             return None
-        with state_lock.held:
-            world = _worlds.get(default_group)
+        world = _worlds.get(default_group)  # without the lock, so that no finalizer waits for it
         if world is not None:
             return world
         started = World(default_group)  # not under the lock: it asks the group, which may be Python
@@ -176,8 +178,8 @@ class World:
         if world is not started:  # another thread was first
             started._finalizer.detach()
             return world
-        for call in _called_at_start:
-            call()
+        if not world.is_of_parent:
+            _note_started()
         return world
 
     def state(self, kind: type[_State]) -> _State:
@@ -224,9 +226,9 @@ class World:
     def _why_over(self) -> str:
         if self.is_of_parent:
             return (
-                f"This process ({os.getpid()}) is a fork of process {self._process_id}, which "
-                "created meshes: process groups do not survive a fork. A fork can hold, slice and "
-                "compare those meshes. Use groups in the process that created them, or start this "
+                f"This process ({os.getpid()}) is a fork of process {self._process_id}, whose "
+                "process groups do not survive a fork. A fork can hold, slice and compare the "
+                "meshes of its parent. Use groups in the process that created them, or start this "
                 "process by spawn or forkserver and create a mesh here."
             )
         current = current_default_group()
@@ -365,6 +367,9 @@ def _reset_after_fork() -> None:
         world.is_of_parent = True
         for state in list(world._states.values()):
             state.reset_after_fork()
+    inherited = current_default_group()
+    if inherited is not None and inherited not in _worlds:
+        _process_of_inherited[inherited] = os.getppid()
     with state_lock.held:
         state_changed.notify_all()
 
@@ -373,11 +378,24 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def on_world_started(function: Callable[[], object]) -> None:
-    """Call a function whenever this process first sees a world, or revives one, from now on."""
+    """Call a function whenever this process first sees a world, or revives one, from now on.
+
+    An error of the function is logged.
+    """
     _called_at_start.append(function)
 
 
+def _note_started() -> None:
+    for call in _called_at_start:
+        try:
+            call()
+        except Exception:  # noqa: BLE001, PERF203  (of an extra, without which meshes work)
+            _log.exception("A function that on_world_started() registered has failed")
+
+
 _called_at_start: list[Callable[[], object]] = []
+# In a fork, its parent's default group of which there was no world, and the parent's process id.
+_process_of_inherited: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
 _ended_last: dict[int | None, World] = {}  # by the thread that is the rank, if ranks are threads
 _generations: Counter[int | None] = Counter()  # number of worlds so far, by `World.thread_id`

@@ -640,3 +640,14 @@ def test_a_long_chain_of_keys_and_handles_is_freed():
     alive = weakref.ref(handle)
     del outer, handle
     assert alive() is None
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.PurePosixPath])
+def test_texts_that_utf8_cannot_encode_count_by_what_they_say(kind: type):
+    text = os.fsdecode(b"/scratch/\xff")  # a path that is not in the file system's encoding
+    one = key(changed(value=kind(text)))
+    assert one == key(changed(value=kind(text)))
+    assert one.digest == key(changed(value=kind(text))).digest
+    others = (text + "x", ascii(text), text.replace("\udcff", "\\udcff"))
+    assert all(one != key(changed(value=kind(other))) for other in others)
+    assert pickle.loads(pickle.dumps(one)) == one

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.worlds import groups_created
 from meshverse import DeviceMesh, init_device_mesh, init_mesh_partition
+from meshverse.universe.world_universes import universes_here
 
 pytestmark = pytest.mark.usefixtures("world")  # rank 5 of 8, backend "fake"
 
@@ -118,3 +120,23 @@ def test_ranks_are_as_many_as_the_mesh_has(world) -> None:
         init_device_mesh("cpu", (2, 2), ranks=[0, 1, 2])
     with pytest.raises(ValueError, match="list every global rank once"):
         init_device_mesh("cpu", (2, 2), ranks=[0, 1, 2, 2])
+
+
+def test_parts_before_one_that_fails_are_given_up(world) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no more of these")
+
+    dist.Backend.register_backend("refusing", refuse, devices=["cpu"])
+    parts = {
+        "first": _part(2, 2, ranks=[0, 1, 2, 3]),
+        "second": _part(4, ranks=[4, 5, 6, 7], backend_override={"dp": "refusing"}),
+    }
+    before = universes_here()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="no more of these"):
+            init_mesh_partition("cpu", parts)
+        assert universes_here() == before
+    parts["second"] = _part(4, ranks=[4, 5, 6, 7])
+    meshes = init_mesh_partition("cpu", parts)
+    assert dist.get_process_group_ranks(meshes["second"].get_group()) == [4, 5, 6, 7]
+    assert universes_here()[len(before) :] == [mesh.universe for mesh in meshes.values()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -397,3 +399,27 @@ def test_a_replaced_method_of_torchs_class_does_not_reach_our_meshes(
         pairs = mesh["tp"]._unflatten(0, (2, 2), ("cp", "pair"))
         assert mesh._flatten("all").get_group() is dist.group.WORLD
         assert pairs["pair"].get_group().size() == 2
+
+
+_HOOK_BEFORE = """
+from torch.distributed.device_mesh import DeviceMesh
+made = []
+def new(cls, *arguments, **named):
+    made.append(arguments[0])
+    return object.__new__(cls)
+DeviceMesh.__new__ = new
+import meshverse
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+assert type(DeviceMesh("cpu", [0, 1, 2, 3])) is DeviceMesh
+assert made == ["cpu"]
+meshverse.install()
+assert type(DeviceMesh("cpu", [0, 1, 2, 3])) is meshverse.DeviceMesh
+assert made == ["cpu"]
+"""
+
+
+def test_a_new_that_another_library_has_set_is_called_for_torchs_meshes() -> None:
+    # Not a fork, which has imported Meshverse.
+    subprocess.run([sys.executable, "-c", _HOOK_BEFORE], check=True, timeout=SECONDS)

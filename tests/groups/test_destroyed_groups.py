@@ -138,6 +138,23 @@ def test_as_often_as_it_is_destroyed() -> None:
         mesh.universe.destroy()
 
 
+def test_flattened_meshes_of_destroyed_groups_go_with_their_last_reference() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    kept: list[weakref.ref[DeviceMesh]] = []
+    for _ in range(3):
+        flat = mesh["dp", "tp"].flatten("flat")
+        assert mesh["dp", "tp"].flatten("flat") is flat
+        kept.append(weakref.ref(flat))
+        dist.destroy_process_group(flat.get_group())
+    n_meshes = len(mesh.universe.meshes)
+    again = mesh["dp", "tp"].flatten("flat")
+    assert len(mesh.universe.meshes) == n_meshes
+    del flat
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+    assert again.get_group().size() == 4
+
+
 def test_a_group_of_one_axis_alone_is_gone_as_in_torch() -> None:
     stock = stock_init_device_mesh("cpu", (2, 4), mesh_dim_names=_AXES)
     dist.destroy_process_group(stock["tp"].get_group())

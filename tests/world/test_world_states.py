@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 import torch.distributed as dist
 
+from helpers.forks import status_of_fork
 from helpers.worlds import fake_world
 from meshverse import init_device_mesh
 from meshverse import world as world_module
@@ -97,3 +99,42 @@ def test_threads_that_see_a_world_first_get_the_same_one(monkeypatch: pytest.Mon
             thread.join()
         assert seen == [_current()] * 2
         assert _current().generation == before.generation + 1
+
+
+def test_a_function_that_fails_at_a_worlds_start_is_logged_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called: list[str] = []
+
+    def fail() -> None:
+        called.append("first")
+        raise RuntimeError("no more threads")
+
+    functions = [fail, lambda: called.append("second")]
+    monkeypatch.setattr(world_module, "_called_at_start", functions)
+    with fake_world(4):
+        init_device_mesh("cpu", (4,))
+        init_device_mesh("cpu", (4,))
+    assert called == ["first", "second"]
+    assert caplog.text.count("RuntimeError: no more threads") == 1
+
+
+def test_a_fork_does_not_use_the_default_group_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def create() -> None:
+        called: list[str] = []
+        monkeypatch.setattr(world_module, "_called_at_start", [lambda: called.append("")])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"fork of process {parent}, whose process gr"):
+                init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert not called
+        dist.destroy_process_group()
+        start_fake_world(4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert dist.get_process_group_ranks(mesh.get_group("tp")) == [0, 1]
+        assert called
+
+    parent = os.getpid()
+    with fake_world(4, 0):  # without a mesh: there is no `World` of it yet
+        assert status_of_fork(create) == 0

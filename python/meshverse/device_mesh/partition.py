@@ -92,7 +92,16 @@ def init_mesh_partition(
     for name, part in parts.items():
         arguments = {"device_type": device_type, **common, **part, "ranks": ranks[name]}
         planned[name] = plan_mesh(arguments)
-    return Partition((name, build()) for name, build in planned.items())
+    partition = Partition()
+    try:
+        for name, build in planned.items():
+            partition[name] = build()
+    except BaseException:
+        for mesh in partition.values():
+            if mesh.universe.meshes.root is mesh:  # its universe is new, too
+                mesh.universe.groups.give_up()
+        raise
+    return partition
 
 
 _PARTS = (

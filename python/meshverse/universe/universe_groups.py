@@ -115,8 +115,9 @@ class UniverseGroups:
     def _world(self) -> World:
         if self._world_or_none is None:
             raise RuntimeError(
-                f"This mesh over {self._rank_map} was loaded without process groups. Call "
-                "mesh.bind() on all its ranks, after init_process_group()."
+                f"The universe of {self._rank_map} has no process groups: it was created or loaded "
+                "before init_process_group(). Call bind() of one of its meshes on all its ranks, "
+                "or create the mesh without universe=."
             )
         return self._world_or_none
 

@@ -283,10 +283,18 @@ class UniverseMeshes:
         return self._flattened.get((name, tag))
 
     def add_flattened(self, name: str, tag: str, flattened: DeviceMesh) -> None:
-        """Add a flattened mesh to the roots of all meshes that may look it up by its name."""
+        """Add a flattened mesh to the roots of all meshes that may look it up by its name.
+
+        One that it replaces, as its group was destroyed, is held weakly from now on.
+        """
         single_tags = frozenset(tag_parts(tag))
         with state_lock.held:
+            replaced = self._flattened.get((name, tag))
             self._flattened[name, tag] = flattened
+            if replaced is not None and replaced is not flattened:
+                self._others.add(replaced)
+                for key in [key for key, mesh in self._interned.items() if mesh is replaced]:
+                    del self._interned[key]
             if self.root is not None and single_tags <= _single_tags(self.root):
                 self.root._add_flattened(name, flattened)
             for (_, tags_under_root), root in self._other_roots.items():
