@@ -144,7 +144,8 @@ class World:
             state.on_revive(current)
         with state_lock.held:
             _worlds[default_group] = self
-        _note_started()
+        for call in _called_at_start:
+            call()
 
     def note_revived(self) -> None:
         """Note that this world has its groups again. Until then, `ended_last` returns it."""
@@ -178,8 +179,8 @@ class World:
         if world is not started:  # another thread was first
             started._finalizer.detach()
             return world
-        if not world.is_of_parent:
-            _note_started()
+        for call in () if world.is_of_parent else _called_at_start:
+            call()
         return world
 
     def state(self, kind: type[_State]) -> _State:
@@ -382,15 +383,14 @@ def on_world_started(function: Callable[[], object]) -> None:
 
     An error of the function is logged.
     """
-    _called_at_start.append(function)
 
-
-def _note_started() -> None:
-    for call in _called_at_start:
+    def call() -> None:
         try:
-            call()
-        except Exception:  # noqa: BLE001, PERF203  (of an extra, without which meshes work)
+            function()
+        except Exception:  # noqa: BLE001  (of an extra, without which meshes work)
             _log.exception("A function that on_world_started() registered has failed")
+
+    _called_at_start.append(call)
 
 
 _called_at_start: list[Callable[[], object]] = []

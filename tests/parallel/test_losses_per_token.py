@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -185,8 +186,8 @@ def test_pipelines_refuse_another_function_around_it() -> None:
         mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
         (stage,) = pipeline_stages(make("llama"), mesh["pp"])
         loss_of = LossPerToken(nn.ModuleList([stage]), mesh)
-        loss_of.count(tokens)
         for other in (Around(loss_of), partial(loss_of), lambda *given: loss_of(*given)):
+            loss_of.count(tokens)
             pipeline = pipeline_schedule([stage], mesh["pp"], other, 2)
             with pytest.raises(
                 ValueError, match=r"gradients are summed, but .* be averaged\. Give"
@@ -195,6 +196,7 @@ def test_pipelines_refuse_another_function_around_it() -> None:
             assert len(pipeline.eval(tokens, target=tokens)) == 2
         assert all(each.grad is None for each in stage.parameters())
         pipeline = pipeline_schedule([stage], mesh["pp"], loss_of, 2)
+        loss_of.count(tokens)
         with pytest.raises(ValueError, match=r"Targets of shape \(8, 1\) for inputs of shape"):
             pipeline.step(tokens, target=tokens[:, 1:])
         total = sum(pipeline.step(tokens, target=tokens))
@@ -232,5 +234,30 @@ def test_tokens_must_be_counted_first() -> None:
         logits, targets = torch.zeros(1, 3, 5), torch.full((1, 3), _IGNORED)
         with pytest.raises(RuntimeError, match=r"Call count\(\*targets\)"):
             loss_of(logits, targets)
-        assert loss_of.count() == 1
+        assert loss_of.count() == loss_of.count(targets) == 1
         assert loss_of(logits, targets) == 0  # nothing is predicted
+
+
+def test_targets_that_were_not_counted_are_refused() -> None:
+    with fake_world(1):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        loss_of = LossPerToken(nn.Linear(2, 2), mesh)
+        logits, targets = torch.zeros(1, 3, 5), torch.ones(1, 3, dtype=torch.long)
+        for _ in range(2):
+            loss_of.count(targets, targets)
+            with torch.no_grad():
+                assert loss_of(logits, targets) == loss_of(logits, targets)
+            assert loss_of(logits, targets) == loss_of(logits, targets)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="3 more targets, and 0 of those that count"):
+                    loss_of(logits, targets)
+
+
+def test_a_loss_may_be_checkpointed() -> None:
+    with fake_world(1):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        loss_of = LossPerToken(nn.Linear(2, 2), mesh)
+        logits, targets = torch.zeros(1, 3, 5, requires_grad=True), torch.ones(1, 3).long()
+        loss_of.count(targets)
+        checkpoint(loss_of, logits, targets, use_reentrant=False).backward()
+        assert logits.grad is not None

@@ -162,6 +162,20 @@ def _hold_where_attributes_are_noticed(model: _Model) -> None:
     model.output.held = [model.head.weight]
 
 
+@dataclass(slots=True)
+class _Slots:
+    weight: Tensor
+
+
+def _hold_in_slots(model: _Model) -> None:
+    model.output = _Slots(model.head.weight)
+
+
+def _hold_in_hook(model: _Model) -> None:
+    weight = model.head.weight
+    model.layers[1].register_forward_hook(lambda *given: given[2] + weight.sum())
+
+
 def _hold_in_buffer(model: _Model) -> None:
     model.register_buffer("output", model.head.weight.detach())
 
@@ -173,6 +187,8 @@ _HOLDERS = {
     "partial": (_hold_in_partial, _OUTPUT),
     "closure": (_hold_in_closure, _OUTPUT),
     "set": (_hold_in_set, _OUTPUT),
+    "slots": (_hold_in_slots, _OUTPUT),
+    "hook": (_hold_in_hook, "the attribute 'layers.1._forward_hooks' holds it too"),
     "other module": (_hold_in_other_module, _OUTPUT),
     "noticing": (_hold_where_attributes_are_noticed, "the attribute 'output.held' holds it too"),
     "buffer": (_hold_in_buffer, "the buffer 'output' has the same memory"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from typing import Any
 
@@ -34,6 +35,7 @@ from meshverse.parallel import (
     FSDP2Config,
     FSDP2Manager,
     ParallelismSizes,
+    clip_grad_norm_,
     create_device_meshes,
     get_flat_mesh,
     unshard_fsdp2_model,
@@ -258,7 +260,7 @@ def test_unsharded_for_inference(crew) -> None:
         expected = make_model()(input_ids=batch(0)).logits.numpy()
     for during, later, logits, after in crew.run(_infer_unsharded, 4):
         assert during == [False]
-        assert later == [False, True]  # a forward leaves its layers sharded
+        assert later == [True]  # a forward without gradients leaves the model sharded
         assert after == [True]
         assert logits == pytest.approx(expected, abs=BOUND * float(abs(expected).max()))
 
@@ -277,6 +279,60 @@ def _infer_unsharded() -> Any:
         later = sharded()
     assert isinstance(model, FSDPModule)
     return during, later, logits.numpy(), sharded()
+
+
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        return self.last(hidden)
+
+
+_AFTER_EVALUATION = ("an optimizer", "zero_grad", "clipping", "freezing")
+
+
+@pytest.mark.parametrize("use", _AFTER_EVALUATION)
+def test_a_forward_without_gradients_leaves_the_parameters_of_the_optimizer(crew, use) -> None:
+    weights, norms = _train_with_evaluations(use)
+    for sharded, sharded_norms in crew.run(_train_with_evaluations_sharded, 2, use):
+        assert sharded_norms == pytest.approx(norms)
+        for name, weight in weights.items():
+            assert torch.allclose(torch.from_numpy(sharded[name]), torch.from_numpy(weight)), name
+
+
+def _train_with_evaluations_sharded(use: str) -> Any:
+    return _train_with_evaluations(use, _manager({}).parallelize)
+
+
+def _train_with_evaluations(use: str, parallelize: Any = lambda model: model) -> Any:
+    torch.manual_seed(0)
+    model, inputs = _Tower().double(), torch.randn(2, 4, dtype=torch.double)
+    model, norms = parallelize(model), []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(inputs)
+
+    if use == "an optimizer":
+        evaluate()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(inputs).square().mean().backward()
+        if use == "clipping":
+            evaluate()
+            norms.append(float(clip_grad_norm_(model.parameters(), 0.01)))
+        optimizer.step()
+        evaluate()
+        model.zero_grad()
+        if use == "freezing":
+            model.last.requires_grad_(False)
+    return {name: weight.numpy() for name, weight in full_weights(model).items()}, norms
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -381,6 +437,10 @@ def _hooked_behind(model: _Toy) -> None:
     model.layers[0][0].weight.register_post_accumulate_grad_hook(lambda weight: None)
 
 
+def _with_gradient(model: _Toy) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
 def _in_two_lists(model: _Toy) -> None:
     model.again = nn.ModuleList([model.layers[1]])
 
@@ -400,7 +460,8 @@ def _distributed(model: _Toy) -> None:
     [
         (_distributed, r"'layers.1.0.weight', which is distributed already, over .*tp=4"),
         (_hooked, "'layers.1.0.weight', which has hooks of its gradient, and would lose them"),
-        (_hooked_behind, r"'layers.0.0.weight', .* Call register_post_accumulate_grad_hook\(\)"),
+        (_hooked_behind, "'layers.0.0.weight', .* Register them after the model is split and sh"),
+        (_with_gradient, "'layers.0.0.weight', which has a gradient, and would lose it"),
         (_in_two_lists, "'layers.1' and 'again.0' of _Toy are one module in two lists"),
         (_part_outside, r"is shared by layer 'layers.1' and 'head.weight' \(in no layer\)"),
         (_scalar, "'scale', which is a scalar"),
@@ -431,6 +492,54 @@ def test_a_weight_that_the_plan_does_not_split_is_checked_too(world) -> None:
     with pytest.raises(ValueError, match=r"'layers.1.0.weight', which has strides"):
         FSDP2Manager(config, mesh).parallelize(model)
     assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_a_parameter_of_two_models_is_refused_in_the_second(world) -> None:
+    config = FSDP2Config()
+    mesh, _ = create_device_meshes(config, ParallelismSizes(), world_size=8)
+    actor, critic = _Toy(), _Toy()
+    critic.layers[1][0].weight = actor.layers[1][0].weight
+    manager = FSDP2Manager(config, mesh)
+    manager.parallelize(actor)
+    with pytest.raises(ValueError, match=r"'layers.1.0.weight', which was a parameter of another"):
+        manager.parallelize(critic)
+    manager.parallelize(_Toy())
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_complex_parameters_are_refused_where_they_would_be_converted(world) -> None:
+    for precision in (None, MixedPrecisionPolicy(reduce_dtype=torch.float32)):
+        config = FSDP2Config(**({} if precision is None else {"mp_policy": precision}))
+        mesh, _ = create_device_meshes(config, ParallelismSizes(), world_size=8)
+        model = _Toy().to(torch.complex64)
+        with pytest.raises(ValueError, match=r"complex64.* Pass mp_policy=MixedPrecisionPolicy"):
+            FSDP2Manager(config, mesh).parallelize(model)
+        assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    FSDP2Manager(FSDP2Config(mp_policy=_FULL_PRECISION), mesh).parallelize(model)
+
+
+class _Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.adapter = base, nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base(hidden) + self.adapter(hidden)
+
+
+def test_parameters_that_are_added_after_sharding_are_refused(world) -> None:
+    config = FSDP2Config(mp_policy=_FULL_PRECISION)
+    mesh, _ = create_device_meshes(config, ParallelismSizes(), world_size=8)
+    model = FSDP2Manager(config, mesh).parallelize(_Toy())
+    model.layers[1][0] = _Adapted(model.layers[1][0])
+    hidden = torch.ones(8, 4)
+    with torch.no_grad():
+        model(hidden)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'layers\.1\.0\.adapter\.weight' was added after"):
+            model(hidden)
+    model.layers[1][0].adapter.requires_grad_(False)
+    model(hidden)
 
 
 def test_a_list_is_no_model(world) -> None:
@@ -555,6 +664,20 @@ def test_the_check_stays_where_packed_sequences_are_trained(packed_check) -> Non
     FSDP2Manager(config, None).parallelize(_Toy())
     FSDP2Manager(config, None, packed_sequences=True).parallelize(_Toy())
     assert packed_check() is original
+
+
+def test_the_check_is_not_replaced_while_another_model_is_trained_on_packed(packed_check) -> None:
+    original = packed_check()
+    packed = FSDP2Manager(FSDP2Config(), None, packed_sequences=True).parallelize(_Toy())
+    manager = FSDP2Manager(FSDP2Config(patch_is_packed_sequence=True), None)
+    for replace in (lambda: manager.parallelize(_Toy()), patch_is_packed_sequence):
+        with pytest.raises(ValueError, match=r"and a _Toy is trained with packed_sequences=True"):
+            replace()
+        assert packed_check() is original
+    del packed
+    gc.collect()
+    manager.parallelize(_Toy())
+    assert packed_check() is not original
 
 
 def test_a_model_that_is_refused_leaves_the_check(packed_check) -> None:

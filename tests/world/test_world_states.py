@@ -110,8 +110,9 @@ def test_a_function_that_fails_at_a_worlds_start_is_logged_and_the_others_run(
         called.append("first")
         raise RuntimeError("no more threads")
 
-    functions = [fail, lambda: called.append("second")]
-    monkeypatch.setattr(world_module, "_called_at_start", functions)
+    monkeypatch.setattr(world_module, "_called_at_start", [])
+    for function in (fail, lambda: called.append("second")):
+        world_module.on_world_started(function)
     with fake_world(4):
         init_device_mesh("cpu", (4,))
         init_device_mesh("cpu", (4,))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
+import torch
+
 _OUR_PACKAGE = __name__.partition(".")[0]
 _STOCK_MODULE = "torch.distributed.device_mesh"
 _FSDP2_PACKAGE = "torch.distributed.fsdp._fully_shard"
@@ -42,3 +44,8 @@ def _callers() -> Iterator[tuple[str, str]]:
         if module.partition(".")[0] != _OUR_PACKAGE:
             yield module, frame.f_code.co_name
         frame = frame.f_back
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs autograd's backward. 2.11-2.15."""
+    return bool(torch._C._current_graph_task_id() != -1)

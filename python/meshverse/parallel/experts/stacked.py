@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from meshverse._torch_compat.module_hooks import has_gradient_hooks
 from meshverse.parallel.models.modules import adapted
+from meshverse.parallel.models.parameters import why_not_replaced
 from meshverse.parallel.styles.local_styles import CheckedStyle, split_parameters
 
 DOWN = "down_proj"  # the weight from an expert's inner features to its output
@@ -102,11 +102,9 @@ class StackedStyle(CheckedStyle, Generic[_Answer]):
                 f"{type(module).__name__} with {others[:6]}. Remove it from the plan, or name the "
                 "experts' module inside it."
             )
-        if hooked := [own for own in names if has_gradient_hooks(module.get_parameter(own))]:
-            raise ValueError(
-                f"{name}: {hooked} have hooks of their gradients, and would lose them: they become "
-                "other parameters. Register them after the experts are split."
-            )
+        for own in names:
+            if (why := why_not_replaced(module.get_parameter(own))) is not None:
+                raise ValueError(f"{name}.{own} {why}.")
         if "forward" in vars(module):
             raise ValueError(
                 f"{name}: this {type(module).__name__} has a forward of its own, "

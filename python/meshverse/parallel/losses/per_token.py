@@ -9,7 +9,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
 from meshverse import DeviceMesh
+from meshverse._torch_compat.callers import is_in_backward
 from meshverse.parallel.meshes.submesh import axis_size, get_flat_mesh
 from meshverse.parallel.models.modules import stage_of
 
@@ -76,6 +78,8 @@ class LossPerToken:
         self.tokens: Tensor | None = None
         self._n_cp = axis_size(device_mesh, "cp")
         self._counted: set[tuple[int, ...]] = set()  # shapes of the targets that were counted
+        self._n_left = 0  # positions that were counted, and of which the loss was not asked yet
+        self._is_taken = False  # whether those of the batch that is run were subtracted
         for each in models:
             if self._data.size() > 1 and not isinstance(each, FSDPModule):
                 raise ValueError(
@@ -108,6 +112,7 @@ class LossPerToken:
             Models of transformers take it as `num_items_in_batch=` beside `labels=`.
         """
         self._counted = {tuple(each.shape) for each in targets}
+        self._n_left = sum(each.numel() for each in targets)
         own = sum((each.ne(self._ignored).sum() for each in targets), torch.tensor(0))
         self.tokens = own.to(self._device)
         dist.all_reduce(self.tokens, group=self._data.get_group())
@@ -122,8 +127,8 @@ class LossPerToken:
             targets: shape (batch, tokens): what each position predicts.
 
         Raises:
-            RuntimeError: `count` was not called, or was called with whole sequences, of which
-                context parallelism has split this rank's part.
+            RuntimeError: `count` was not called for these targets, or was called with whole
+                sequences, of which context parallelism has split this rank's part.
             ValueError: the targets do not have the shape of the logits without the vocabulary.
         """
         if logits.shape[:-1] != targets.shape:
@@ -147,6 +152,10 @@ class LossPerToken:
                 "microbatches of the step."
             )
 
+        # Backward may compute a checkpointed loss again.
+        if torch.is_grad_enabled() and not (self._is_taken or is_in_backward()):
+            self._take(targets)
+
         def total(logits: Tensor, targets: Tensor) -> Tensor:
             return cross_entropy(
                 logits.flatten(0, -2).float(),
@@ -157,6 +166,26 @@ class LossPerToken:
 
         loss: Tensor = loss_of_split_logits(total, logits, targets)
         return loss / self.tokens
+
+    @contextlib.contextmanager
+    def taken(self, targets: Tensor) -> Iterator[None]:
+        """Take the targets of a batch at once, for the losses of its parts within the context."""
+        self._take(targets)
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._is_taken = False
+
+    def _take(self, targets: Tensor) -> None:
+        """Raise RuntimeError if these targets were not counted; count them once only."""
+        if targets.numel() > self._n_left:
+            raise RuntimeError(
+                f"LossPerToken got {targets.numel()} more targets, and {self._n_left} of those "
+                "that count() got are left: the loss would be divided by the tokens of other "
+                "ones. Call count(*targets) once per step, with all of its microbatches."
+            )
+        self._n_left -= targets.numel()
 
     def total(self, *losses: Tensor) -> float:
         """Return the loss of the whole batch, the same on all ranks of the mesh, which call this.

@@ -10,6 +10,9 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
+
+from torch import nn
 
 from meshverse.locks import state_lock
 
@@ -21,6 +24,25 @@ _MODULES = {_CHECK: "modeling_flash_attention_utils", _MASKS: "masking_utils"}
 _own: list[Any] = []
 _own_masks: list[Any] = []
 _open_blocks: set[object] = set()  # in any thread: the last one restores it
+
+
+# Models that are trained on packed sequences.
+_packed: WeakSet[nn.Module] = WeakSet()
+
+
+def note_packed(model: nn.Module) -> None:
+    """Note that a model is trained on packed sequences, as long as it lives."""
+    _packed.add(model)
+
+
+def check_none_is_packed() -> None:
+    """Raise ValueError if a model is trained on packed sequences: the check is for all models."""
+    for model in _packed:
+        raise ValueError(
+            "patch_is_packed_sequence=True would replace transformers' check for all models of "
+            f"this process, and a {type(model).__name__} is trained with packed_sequences=True: "
+            "its sequences would attend to one another. Leave patch_is_packed_sequence out."
+        )
 
 
 def _never_packed(position_ids: Any, batch_size: int) -> bool:
@@ -37,7 +59,11 @@ def patch_is_packed_sequence() -> bool:
     Returns:
         Whether this call replaced the check. False if it was replaced before, or if transformers
         has no such check.
+
+    Raises:
+        ValueError: an `FSDP2Manager` has parallelized a model for packed sequences.
     """
+    check_none_is_packed()
     module = _module_with(_CHECK)
     if module is None or module._is_packed_sequence is _never_packed:
         return False

@@ -6,11 +6,14 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+
+from meshverse._torch_compat.module_hooks import has_gradient_hooks
 
 from .trials import OF_EVERY_MODULE
 
@@ -19,22 +22,55 @@ _PLAIN = (type(None), str, bytes, bool, int, float, complex, type, ModuleType, t
 _DICTS = (dict, MappingProxyType)
 _CONTAINERS = (*_DICTS, tuple, list, set, frozenset, deque)
 _DEPTH = 2  # objects on the way from an attribute to a tensor
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_WAS_REPLACED = "_meshverse_was_replaced"  # attribute of a parameter
 
-__all__ = ["keeping_attributes", "second_holders", "why_weight_is_not_split"]
+__all__ = ["keeping_attributes", "second_holders", "why_not_replaced", "why_weight_is_not_split"]
 
 
 @contextlib.contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[None]:
     """Give parameters that replace others the Python attributes of those, within the context.
 
+    Those that were replaced, and that something else still holds, are marked for
+    `why_not_replaced`.
+
     Example: a program marks parameters by `parameter.no_weight_decay = True` for its optimizer.
     """
-    named = model.named_parameters(remove_duplicate=False)
+    named = [*model.named_parameters(remove_duplicate=False)]
     attributes = {name: dict(vars(parameter)) for name, parameter in named}
+    before = [ref(parameter) for _, parameter in named]  # so that their memory can be freed
+    del named
     yield
+    kept = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        kept.add(id(parameter))
         for attribute, value in attributes.get(name, {}).items():
             vars(parameter).setdefault(attribute, value)
+    for each in before:
+        if (left := each()) is not None and id(left) not in kept:
+            setattr(left, _WAS_REPLACED, True)
+
+
+def why_not_replaced(parameter: nn.Parameter) -> str | None:
+    """Return what would be lost if another parameter replaced this one, and the cure, or None."""
+    if hasattr(parameter, _WAS_REPLACED):
+        return (
+            "was a parameter of another model, too, in which a split or sharded one has replaced "
+            "it: the two models would no longer share it. Make them parts of one module, and "
+            "parallelize that"
+        )
+    if has_gradient_hooks(parameter):
+        return (
+            "has hooks of its gradient, and would lose them: it becomes another parameter. "
+            "Register them after the model is split and sharded"
+        )
+    if parameter.grad is not None:
+        return (
+            "has a gradient, and would lose it: it becomes another parameter. Use the gradient, or "
+            "set it to None, before"
+        )
+    return None
 
 
 class _Memory(NamedTuple):
@@ -68,8 +104,9 @@ def second_holders(model: nn.Module) -> dict[str, str]:
     """Return, by name, each parameter whose memory is also held elsewhere in its model, and where.
 
     That is another parameter or a buffer with the same memory, or a tensor in an attribute that is
-    not registered, or in a container, function or object there, or in an object in one of these.
-    Whoever replaces the parameter leaves the other one as it was.
+    not registered or in a forward hook: in containers and functions there, in objects in these, or
+    in objects in those, and no deeper. Whoever replaces the parameter leaves the other one as it
+    was.
     """
     of_storage: dict[int, list[tuple[_Memory, str]]] = defaultdict(list)
     found: dict[str, str] = {}
@@ -93,7 +130,8 @@ def second_holders(model: nn.Module) -> dict[str, str]:
     for owner, module in model.named_modules():
         for attribute, value in vars(module).items():
             # Before each forward, a hook of torch computes "weight" from "weight_orig".
-            if attribute in OF_EVERY_MODULE or f"{attribute}_orig" in module._parameters:
+            is_torchs = attribute in OF_EVERY_MODULE and attribute not in _HOOKS
+            if is_torchs or f"{attribute}_orig" in module._parameters:
                 continue
             if isinstance(module, nn.RNNBase) and attribute == "_flat_weights":
                 continue  # torch sets it again if a weight is replaced
@@ -144,7 +182,16 @@ def _inside(value: Any) -> list[Any]:
             with contextlib.suppress(ValueError):  # of an empty cell
                 closed_over.append(cell.cell_contents)
         return [*closed_over, value.__defaults__, value.__kwdefaults__]
-    return [*getattr(value, "__dict__", {}).values()]
+    return [*getattr(value, "__dict__", {}).values(), *_slots(value)]
+
+
+def _slots(value: Any) -> Iterator[Any]:
+    """Yield the values of an object's slots: it may have no `__dict__`, as of a dataclass."""
+    for base in type(value).__mro__:
+        for member in vars(base).values() if "__slots__" in vars(base) else ():
+            if isinstance(member, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # it was never set
+                    yield member.__get__(value)
 
 
 def why_weight_is_not_split(module: nn.Module) -> str | None:

@@ -215,8 +215,9 @@ class PipelineSchedule:
                 that of the first call, a keyword cannot be split along the batch, or the loss
                 function is a `LossPerToken` inside another one. With the same arguments, all ranks
                 raise, and nothing is sent.
-            RuntimeError: gradients are disabled; or an earlier batch raised in a pipeline of
-                several stages, whose other ranks may still wait for its messages.
+            RuntimeError: gradients are disabled; a `LossPerToken` has not counted these targets; or
+                an earlier batch raised in a pipeline of several stages, whose other ranks may still
+                wait for its messages.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() needs gradients, which are disabled here. Call eval().")
@@ -224,7 +225,10 @@ class PipelineSchedule:
         split = self._checked(self._batches, inputs, target, keywords)
         # In its first step, torch tries out the stages, and then deletes FSDP2's gradients.
         kept = contextlib.nullcontext() if self._has_trained else _set_aside(self._torch_stages)
-        with kept, self._tied.summed():
+        loss = self._loss_function
+        # Torch also calls the loss function where it tries out the stages.
+        taken = loss.taken(target) if isinstance(loss, LossPerToken) else contextlib.nullcontext()
+        with taken, kept, self._tied.summed():
             losses = self._run(self.schedule.step, self._batches, inputs, target, split)
         self._has_trained = True
         return losses

@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -32,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from meshverse import DeviceMesh
-from meshverse._torch_compat.module_hooks import has_gradient_hooks
 from meshverse.parallel.config import (
     FSDP2Config,
     TPPlan,
@@ -53,16 +53,20 @@ from meshverse.parallel.meshes.submesh import (
 from meshverse.parallel.models.checkpointing import checkpointed_layers, prepare
 from meshverse.parallel.models.modules import compile_layers, has_forward, layer_lists
 from meshverse.parallel.models.packed_sequences import (
+    check_none_is_packed,
+    note_packed,
     patch_is_packed_sequence,
     restore_is_packed_sequence,
 )
 from meshverse.parallel.models.parameters import (
     keeping_attributes,
     second_holders,
+    why_not_replaced,
     why_weight_is_not_split,
 )
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
+from .added_parameters import check_no_parameters_are_added
 from .layer_outputs import check_outputs
 
 _logger = logging.getLogger(__name__)
@@ -158,12 +162,15 @@ def fsdp2_strategy_parallelize(
         )
     if config.enable_compile:
         _check_has_layers_to_compile(model)
+    if config.patch_is_packed_sequence:
+        check_none_is_packed()
     if config.activation_checkpointing:
         checkpointed_layers(model, config.activation_checkpointing_scope)
     device_mesh = mesh_of_stage(model, device_mesh, sequence_parallel=config.sequence_parallel)
     check_covered(device_mesh, (fsdp_mesh, tp_mesh))
     moe_mesh = choose_moe_mesh(device_mesh, moe_mesh, ep_size)
     check_can_be_sharded(model)
+    _check_not_complex(model, precision)
     experts = [] if moe_mesh is None else check_experts(model, moe_mesh["ep"].size(), tp_mesh)
     if not experts:  # a stage without experts, of a model with experts
         moe_mesh = None
@@ -215,6 +222,9 @@ def fsdp2_strategy_parallelize(
         )
     if config.reduce_unused_parameters:
         getattr(model, _REDUCE_UNUSED)(True)  # not in all versions of torch
+    last_items = [] if config.reshard_after_forward is False else _last_items(model)
+    model.register_forward_hook(partial(_reshard_after_evaluation, last_items))
+    check_no_parameters_are_added(model)
     check_outputs(model, {"": model, **dict(chain.from_iterable(layer_lists(model)))})
     if config.enable_compile:
         compile_layers(model, are_split=tp_mesh.size() > 1)
@@ -283,8 +293,10 @@ class FSDP2Manager:
         config = replace(self.config, patch_is_packed_sequence=patch, enable_compile=False)
         if self.packed_sequences:
             restore_is_packed_sequence()
+        elif patch:
+            check_none_is_packed()
         if self.device_mesh is not None and self.device_mesh.size() > 1:
-            return fsdp2_strategy_parallelize(
+            fsdp2_strategy_parallelize(
                 model,
                 self.device_mesh,
                 moe_mesh=self.moe_mesh,
@@ -292,11 +304,14 @@ class FSDP2Manager:
                 reapply_trainability=reapply_trainability,
                 **config.to_dict(),
             )
-        _logger.info("One process: nothing to split or shard.")
-        mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
-        prepare(model, mode, scope, reapply_trainability)
-        if patch:  # behind what can be refused
-            patch_is_packed_sequence()
+        else:
+            _logger.info("One process: nothing to split or shard.")
+            mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
+            prepare(model, mode, scope, reapply_trainability)
+            if patch:  # behind what can be refused
+                patch_is_packed_sequence()
+        if self.packed_sequences:
+            note_packed(model)
         return model
 
     def maybe_compile(self, model: _Model) -> _Model:
@@ -318,7 +333,8 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
     """Unshard all parameters that FSDP2 shards, on all ranks, within the context.
 
     A first forward inside needs no all-gather, but reshards each layer after its use as usual,
-    unless the layer has `reshard_after_forward=False`. Changes to parameters are lost, except those
+    unless the layer has `reshard_after_forward=False`; one without gradients also reshards the rest
+    of the model. Changes to parameters are lost, except those
     that a rank makes to its own shard. With tensor parallelism, parameters are still DTensors on
     the TP mesh: only the sharding of FSDP2 is undone.
 
@@ -390,6 +406,24 @@ def apply_fsdp_sharding_recursively(
                 item.set_modules_to_backward_prefetch(preceding)
 
 
+def _last_items(model: nn.Module) -> list[FSDPModule]:
+    return [cast("FSDPModule", items[-1][1]) for items in layer_lists(model)]
+
+
+def _reshard_after_evaluation(
+    last_items: Sequence[FSDPModule], model: nn.Module, _arguments: Any, _output: Any
+) -> None:
+    """Reshard what FSDP2 keeps gathered for backward, after a forward without gradients.
+
+    Until then, `model.parameters()` are temporary tensors: an optimizer that is created with them
+    trains nothing, and `model.zero_grad()` and the clipping of gradients do not reach the shards.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    for module in (cast("FSDPModule", model), *last_items):
+        module.reshard()
+
+
 def _check_can_offload(policy: OffloadPolicy | None) -> None:
     if getattr(policy, "pin_memory", False) and not torch.accelerator.is_available():
         raise ValueError(
@@ -459,11 +493,8 @@ def check_can_be_sharded(model: nn.Module) -> None:
         elif not parameter.is_contiguous():
             strides, shape = parameter.stride(), tuple(parameter.shape)
             what = f"has strides {strides} for shape {shape}: call contiguous()"
-        elif has_gradient_hooks(parameter):  # of the hooks of the new one, it runs only these
-            what = (
-                "has hooks of its gradient, and would lose them: it becomes another parameter. "
-                "Call register_post_accumulate_grad_hook() after the model is sharded"
-            )
+        elif (why := why_not_replaced(parameter)) is not None:
+            what = why
         else:
             continue
         raise ValueError(f"FSDP2 cannot shard {name!r}, which {what}.")
@@ -491,6 +522,20 @@ def check_can_be_sharded(model: nn.Module) -> None:
                 f"The parameter {name!r} is shared by {' and '.join(sharing.values())}, but FSDP2 "
                 "shards each layer separately. Give each its own parameter, use one layer twice, "
                 "or pass the output of one module to the other's forward."
+            )
+
+
+def _check_not_complex(model: nn.Module, precision: MixedPrecisionPolicy) -> None:
+    """Raise ValueError if FSDP2 is to convert complex parameters or gradients to a real dtype."""
+    kept = (None, torch.complex64, torch.complex128)
+    if precision.param_dtype in kept and precision.reduce_dtype in kept:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name!r} of {type(model).__name__} has the dtype {parameter.dtype}, which FSDP2 "
+                f"cannot convert to param_dtype={precision.param_dtype}, or its gradient to "
+                f"reduce_dtype={precision.reduce_dtype}. Pass mp_policy=MixedPrecisionPolicy()."
             )
 
 

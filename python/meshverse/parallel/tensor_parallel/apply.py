@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshverse._torch_compat.module_hooks import has_gradient_hooks
 from meshverse.parallel.experts.stacked import StackedStyle, refuse_adapters
 from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
@@ -43,6 +42,7 @@ from meshverse.parallel.models.modules import (
 from meshverse.parallel.models.parameters import (
     keeping_attributes,
     second_holders,
+    why_not_replaced,
     why_weight_is_not_split,
 )
 from meshverse.parallel.styles.local_styles import (
@@ -374,11 +374,8 @@ def _check(name: str, module: nn.Module, style: ParallelStyle, size: int) -> Non
                 f"{name}.{own_name} is distributed already: {parameter.placements} on "
                 f"{parameter.device_mesh}. Apply tensor parallelism once, before FSDP."
             )
-        if has_gradient_hooks(parameter):
-            raise ValueError(
-                f"{name}.{own_name} has hooks of its gradient, and would lose them: it becomes "
-                "another parameter. Register them after the model is split."
-            )
+        if (why := why_not_replaced(parameter)) is not None:
+            raise ValueError(f"{name}.{own_name} {why}.")
     if (why := why_weight_is_not_split(module)) is not None:
         raise ValueError(
             f"{name} cannot be split by {style}: it {why}. Leave the setting out, or remove the "
