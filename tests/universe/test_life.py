@@ -181,7 +181,7 @@ def test_a_universe_whose_end_fails_at_first_ends_once(monkeypatch: pytest.Monke
         assert not mesh.universe.groups.is_freed
         mesh.universe.destroy()
         assert mesh.universe.groups.is_freed
-        assert Universe(8).generation == 1
+        assert Universe(8).n_ended_before == 1
 
 
 def test_a_universe_that_made_no_group_is_collected(world) -> None:

@@ -268,15 +268,15 @@ class DeviceMesh(StockDeviceMesh):
         if init_backend:
             self._start_world()
         if known is None:
-            make = Universe if universe is None else universe.part
-            known, is_new = make(rank_map, rank=rank, **(settings or {})), True
+            new_universe = Universe if universe is None else universe.part
+            known, is_new = new_universe(rank_map, rank=rank, **(settings or {})), True
         else:
             is_new = False
         try:
-            self._enter(known)
+            self._join_universe(known)
             names = None
             if init_backend:
-                names = self._group_names_for(
+                names = self._request_groups(
                     description.layout, description.labels, overrides, description.tags, call=call
                 )
             self._take_group_names(names)
@@ -343,7 +343,7 @@ class DeviceMesh(StockDeviceMesh):
         """Create a mesh of this class without interning it in the universe."""
         mesh = object.__new__(cls)
         mesh._set_description(description)
-        mesh._enter(universe)
+        mesh._join_universe(universe)
         mesh._take_group_names(group_names)
         return mesh
 
@@ -367,14 +367,14 @@ class DeviceMesh(StockDeviceMesh):
         self._shape = layout.shape
         self._flatten_mapping = {}
 
-    def _enter(self, universe: Universe) -> None:
+    def _join_universe(self, universe: Universe) -> None:
         self._universe = universe
         self._rank = universe.rank
         self._thread_id = universe.thread_id
         self._pg_registry = universe.process_groups
         self._slices = {}
         self._hash = None
-        self._identity = (universe.rank_map, universe.token, self._description)
+        self._identity = (universe.rank_map, universe.decoupled_token, self._description)
         if universe.meshes.stores_coordinates:
             self._store_coordinate()
         elif universe.meshes.world_has_ended:
@@ -384,8 +384,10 @@ class DeviceMesh(StockDeviceMesh):
         # `UniverseMeshes.intern` changes it for a universe's first mesh, and for one with tags.
         root = universe.meshes.root
         self._root_mesh = None if root is self else root
-        if universe.size <= _SMALL_UNIVERSE:  # torch will read the hash
-            DeviceMesh.__hash__(self)  # a subclass's own may read what its `__init__` sets later
+        if universe.size <= _SMALL_UNIVERSE:
+            # It stores the hash, which torch will read. A subclass's own one may need what its
+            # `__init__` sets later.
+            DeviceMesh.__hash__(self)
 
     # --- properties -----------------------------------------------------------------------------
 
@@ -756,7 +758,7 @@ class DeviceMesh(StockDeviceMesh):
             group_names = None
             if self._may_have_groups:
                 overrides = () if backend_override == NO_OVERRIDE else (backend_override,)
-                group_names = self._group_names_for(
+                group_names = self._request_groups(
                     description.layout, (name,), overrides, description.tags, call="flatten"
                 )
             known = self._get_or_create(universe, description, group_names)
@@ -818,7 +820,7 @@ class DeviceMesh(StockDeviceMesh):
             tags = normalize_tags(isolate, mesh_dim_names, n_new, tags)
         group_names: Sequence[str] | None = self._names_of_groups
         if group_names is not None:
-            new = self._group_names_for(
+            new = self._request_groups(
                 description.layout,
                 mesh_dim_names,
                 overrides,
@@ -849,7 +851,7 @@ class DeviceMesh(StockDeviceMesh):
         self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
     ) -> DeviceMesh:
         """Return this universe's mesh of this description, under these isolation tags."""
-        group_names = self._group_names_under(tags, description, group_names)
+        group_names = self._request_groups_under(tags, description, group_names)
         return self._get_or_create(self._universe, description.with_tags(tags), group_names)
 
     # --- process groups -------------------------------------------------------------------------
@@ -988,7 +990,7 @@ class DeviceMesh(StockDeviceMesh):
         )
         raise RuntimeError(f"DeviceMesh process groups not initialized! {self} {why}")
 
-    def _group_names_for(
+    def _request_groups(
         self,
         layout: Layout,
         names: Sequence[str],
@@ -1031,7 +1033,7 @@ class DeviceMesh(StockDeviceMesh):
             warn_of_sorted_ranks(self, layout.axes[first : first + len(names)], names)
         return [group.name for group in made if group.name is not None]
 
-    def _group_names_under(
+    def _request_groups_under(
         self, tags: Sequence[str], description: MeshDescription, group_names: Sequence[str] | None
     ) -> list[str] | None:
         """Return names of groups with the same ranks and options, under these isolation tags."""
@@ -1316,7 +1318,7 @@ class DeviceMesh(StockDeviceMesh):
     def _equals_stock(self, stock: StockDeviceMesh) -> bool:
         # A stock mesh does not know its world; this assumes the current one.
         is_separate = (
-            self._universe.token is not None
+            self._universe.decoupled_token is not None
             or bool(self._description.tags)
             or self._universe.is_over
             or not self._may_be_of(World.current())
@@ -1395,7 +1397,7 @@ class DeviceMesh(StockDeviceMesh):
 
     @computed
     def _fixed_guard(self) -> tuple[object, ...]:
-        world, generation = self._universe.world, self._universe.generation
+        world, generation = self._universe.world, self._universe.n_ended_before
         return *self._stable_key(), generation, None if world is None else world.label
 
     def _stable_key(self) -> tuple[object, ...]:
@@ -1409,7 +1411,7 @@ class DeviceMesh(StockDeviceMesh):
             description.preserve_rank_order,
             description.flattened,
             description.tags,
-            self._universe.token is None,  # a decoupled mesh equals no other
+            self._universe.decoupled_token is None,  # a decoupled mesh equals no other
         )
 
     # --- copies and pickles -----------------------------------------------------------------------
@@ -1605,15 +1607,15 @@ class DeviceMesh(StockDeviceMesh):
             for computed_before in ("mesh", "_fixed_guard", "_key_digests", "_layout"):
                 with contextlib.suppress(AttributeError):
                     delattr(self, computed_before)
-            self._enter(universe)
+            self._join_universe(universe)
             names = None
             if self._may_have_groups:
                 labels = self._description.labels
-                names = self._group_names_for(description.layout, labels, (), tags, call="bind")
+                names = self._request_groups(description.layout, labels, (), tags, call="bind")
             self._take_group_names(names)
         except BaseException:
             self._description, self._dim_group_names = description, left_names
-            self._enter(left)
+            self._join_universe(left)
             raise
         universe.meshes.add(self)
 

@@ -85,7 +85,7 @@ def register_root(mesh: DeviceMesh) -> None:
         if logged.equal:
             return
         # The fingerprint instead of the rank map, which the key would keep alive.
-        key = universe.rank_map.fingerprint, universe.token, mesh._description
+        key = universe.rank_map.fingerprint, universe.decoupled_token, mesh._description
         first, first_names = logged.first.get(key, (None, names))
         if first is None or ((known := first()) is None or known.is_over):
             logged.first[key] = weakref.ref(universe), names

@@ -37,7 +37,7 @@ from .registry import GroupRegistry
 from .request import GroupRequest, Way
 
 
-def create_by_all(
+def create_with_all_ranks(
     request: GroupRequest, world: World, name: str | None = None
 ) -> ProcessGroup | None:
     """Create the groups of an axis. All ranks of the default group must call this together.
@@ -53,7 +53,7 @@ def create_by_all(
     """
     if request.way is Way.SPLIT:
         return _split(request, world, name)
-    return _make_by_all(request, world)
+    return _create_all(request, world)
 
 
 def _split(request: GroupRequest, world: World, name: str | None) -> ProcessGroup | None:
@@ -76,10 +76,10 @@ def _split(request: GroupRequest, world: World, name: str | None) -> ProcessGrou
     )
 
 
-def _make_by_all(request: GroupRequest, world: World) -> ProcessGroup | None:
+def _create_all(request: GroupRequest, world: World) -> ProcessGroup | None:
     groups = RankGroups(request.axis, request.rank_map)
     if request.options.preserve_rank_order and not NEW_GROUP_KEEPS_ORDER:
-        return _make_by_all_in_order(request, groups, world)
+        return _create_all_in_order(request, groups, world)
     return create_c10d_groups(
         groups.all().tolist(),
         backend=request.options.backend,
@@ -90,7 +90,7 @@ def _make_by_all(request: GroupRequest, world: World) -> ProcessGroup | None:
     )
 
 
-def _make_by_all_in_order(
+def _create_all_in_order(
     request: GroupRequest, groups: RankGroups, world: World
 ) -> ProcessGroup | None:
     if callable(getattr(world.default_group, "new_group", None)):

@@ -153,7 +153,7 @@ class Group:
         registry = self._registry()
         # If this rank was interrupted, c10d may have the group all the same, and the other members
         # too. In the next world, another group may have the name.
-        if handle is None and registry is not None and not registry.is_over:
+        if handle is None and registry is not None and not registry.world_is_over:
             handle = find_interrupted(self.name, self.request.my_ranks())
         with state_lock.held:
             is_maker = self._maker is maker  # not if the group was revived meanwhile, and is made

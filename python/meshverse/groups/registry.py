@@ -54,7 +54,7 @@ class GroupRegistry(WorldState):
         self._times_named: Counter[str] = Counter()
         self._freed: dict[str, set[int]] = {}  # by digest, lower numbers that can be given again
         self._leftovers: dict[tuple[str, OptionsKey], Group] = {}  # by ranks and options
-        self.is_over = False  # whether the world has ended
+        self.world_is_over = False  # whether the world has ended
         self.reference = weakref.ref(self)  # the one that all its groups keep
 
     def __iter__(self) -> Iterator[Group]:
@@ -95,18 +95,18 @@ class GroupRegistry(WorldState):
             lazy: whether the group is created at its first use, if it is not live.
         """
         request = ref.request
-        ranks, identity = request.ranks_and_digest()
-        content = scope, identity, request.options.key
+        ranks, digest = request.ranks_and_digest()
+        content = scope, digest, request.options.key
         with state_lock.held:
             group = self._by_content.get(content)
             if group is None or group.is_gone:
-                group = Group(self._next_name(identity), request, self, content=content)
+                group = Group(self._next_name(digest), request, self, content=content)
                 # First, so that `release` undoes the rest, wherever it is interrupted. The
                 # counter rises last: members whose counters differ compute different names, and
                 # never meet.
                 ref.group, ref.name = group, group.name
                 self._by_content[content] = self._by_name[group.name] = group
-                self._times_named[identity] += 1
+                self._times_named[digest] += 1
             group.is_lazy |= lazy and group.state is State.PLANNED and not group.was_live
             self.attach(group, ref)
         return ranks
@@ -117,17 +117,17 @@ class GroupRegistry(WorldState):
         `find_or_plan` does not find that group.
         """
         with state_lock.held:
-            identity = request.ranks_and_digest()[1]
-            name = self._next_name(identity)
-            self._times_named[identity] += 1
+            digest = request.ranks_and_digest()[1]
+            name = self._next_name(digest)
+            self._times_named[digest] += 1
         return name
 
     def peek_name(self, request: GroupRequest) -> str:
         """Return the name that the next new group of these ranks and options would get."""
         return self._next_name(request.ranks_and_digest()[1])
 
-    def _next_name(self, identity: str) -> str:
-        return f"meshverse-{identity}-{self._times_named[identity]}"
+    def _next_name(self, digest: str) -> str:
+        return f"meshverse-{digest}-{self._times_named[digest]}"
 
     def find_leftover(self, scope: Hashable, request: GroupRequest) -> Group | None:
         """Return the leftover that a call of this scope uses, or None; see the class."""
@@ -160,7 +160,7 @@ class GroupRegistry(WorldState):
                 self._by_content[content] = group
             self.attach(group, ref)
 
-    def is_live(self, name: str, key: OptionsKey) -> bool | None:
+    def has_live_group(self, name: str, key: OptionsKey) -> bool | None:
         """Return whether the group of this c10d name is live; None if it has other options."""
         group = self._by_name.get(name)
         if group is None or group.state is not State.LIVE:
@@ -216,9 +216,11 @@ class GroupRegistry(WorldState):
         with state_lock.held:
             group.refs.discard(ref)
             ref.process_groups.pop(group.name, None)
-            others = group.refs.alive()
-            references = [other for other in others if other.is_borrowed == group.is_external]
-            if references or ref.is_borrowed != group.is_external:
+            # An external group has no owner, and goes with its last reference; any other one goes
+            # with its last owner.
+            if ref.is_borrowed != group.is_external:
+                return
+            if any(one.is_borrowed == group.is_external for one in group.refs.alive()):
                 return
             if group.state is State.PLANNED:
                 self.free_name_of(group, has_failed=has_failed)
@@ -250,16 +252,16 @@ class GroupRegistry(WorldState):
         waits = creation_blocks(group.request.options.backend)
         if group.have_all_joined or not (has_failed or waits):
             return
-        identity, _, times = group.name.removeprefix("meshverse-").rpartition("-")
+        digest, _, times = group.name.removeprefix("meshverse-").rpartition("-")
         with state_lock.held:
             is_another = self._by_name.get(group.name, group) is not group
-            if is_another or int(times) >= self._times_named[identity]:
+            if is_another or int(times) >= self._times_named[digest]:
                 return  # it was freed before, or never counted
-            freed = self._freed.setdefault(identity, set())
+            freed = self._freed.setdefault(digest, set())
             freed.add(int(times))
-            while self._times_named[identity] - 1 in freed:
-                self._times_named[identity] -= 1
-                freed.remove(self._times_named[identity])
+            while self._times_named[digest] - 1 in freed:
+                self._times_named[digest] -= 1
+                freed.remove(self._times_named[digest])
 
     # --- the end of the world -------------------------------------------------------------------
 
@@ -268,7 +270,7 @@ class GroupRegistry(WorldState):
 
         From now on, they live as long as their references, which universes keep.
         """
-        self.is_over = True
+        self.world_is_over = True
         for group in self:
             if group.state is not State.DESTROYED:
                 group.note_ended()
@@ -283,17 +285,17 @@ class GroupRegistry(WorldState):
         next group with the same digest.
         """
         with state_lock.held:
-            self.is_over = False
+            self.world_is_over = False
             kept = [group for group in self if group.refs.alive()]
             self._by_name = {group.name: group for group in kept}
             self._by_content = {content: group for group in kept for content in group.contents}
             self._times_named = Counter(current.state(GroupRegistry)._times_named)
             self._freed.clear()
             for name in self._by_name:
-                identity, _, times = name.removeprefix("meshverse-").rpartition("-")
+                digest, _, times = name.removeprefix("meshverse-").rpartition("-")
                 if times.isdecimal():
-                    number = max(self._times_named[identity], int(times) + 1)
-                    self._times_named[identity] = number
+                    number = max(self._times_named[digest], int(times) + 1)
+                    self._times_named[digest] = number
 
     def reset_after_fork(self) -> None:
         """Drop the parent's groups without destroying them, in a forked process."""

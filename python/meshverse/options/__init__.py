@@ -1,7 +1,7 @@
 """The settings of a process group: backend, backend options, timeout and isolation tag.
 
-- `isolation_tags`: the tag of the `isolate` blocks around the running code, and how tags combine;
-  values of single axes, given by name or index.
+- `by_axis`: values that a user gives for axes, by index or name.
+- `isolation_tags`: the tag of the `isolate` blocks around the running code, and how tags combine.
 - `group_options`: `GroupOptions`, a user's settings for an axis or a universe with every default
   filled in; the key that decides which settings are equal; copies of options objects for c10d.
 

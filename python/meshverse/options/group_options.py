@@ -41,7 +41,8 @@ from meshverse._torch_compat.backends import (
 )
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 
-from .isolation_tags import IN_MESH_ORDER, by_axis
+from .by_axis import by_axis
+from .isolation_tags import IN_MESH_ORDER
 
 # --- a user's arguments --------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from meshverse._torch_compat.held_groups import HeldGroup, group_attributes, groups_held_by, is_live
 from meshverse._torch_compat.private_names import ProcessGroup, StockDeviceMesh
 from meshverse.agreement import ComparedCalls, Rendezvous
-from meshverse.groups.creation import create_by_all, create_by_members
+from meshverse.groups.creation import create_by_members, create_with_all_ranks
 from meshverse.groups.group import Group, GroupRef, State
 from meshverse.groups.registry import GroupRegistry
 from meshverse.groups.request import Way, way_to_create
@@ -376,6 +376,6 @@ def _create_groups(plan: _Plan, world: World) -> None:
 def _split(ref: GroupRef, world: World) -> None:
     group = ref.group
     if group is None:  # this rank takes part in the split only
-        create_by_all(ref.request, world)
+        create_with_all_ranks(ref.request, world)
     elif group.state is State.PLANNED:
-        group.make(lambda one: create_by_all(ref.request, world, one.name))
+        group.make(lambda one: create_with_all_ranks(ref.request, world, one.name))

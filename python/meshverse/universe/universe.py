@@ -79,7 +79,7 @@ class Universe:
         ready_groups: c10d names of the groups that can be used without a check.
         topology: hardware that each rank of the world is on, or None.
         whole: universe that this one is a part of, or None.
-        generation: how many universes of this world had ended when this one was created.
+        n_ended_before: how many universes of this world had ended when this one was created.
         is_over: whether it was destroyed or aborted, or the call that created it failed.
         serial: number of this universe, from 0, among those over these ranks that created process
             groups in this world; the same on all of these ranks. Before a call over all ranks has
@@ -111,9 +111,9 @@ class Universe:
         self.world = None if decoupled else World.current()
         # Meshes are equal only if their universes' tokens are. Each decoupled one has its own, and
         # gives it to its parts.
-        self.token = object() if decoupled else None
+        self.decoupled_token = object() if decoupled else None
         if part_of is not None:
-            self.token = self.token or part_of.token
+            self.decoupled_token = self.decoupled_token or part_of.decoupled_token
             topology = part_of.topology if topology is None else topology
             rank = part_of.rank if rank is None and part_of.rank_was_passed else rank
         if topology is not None:
@@ -149,7 +149,7 @@ class Universe:
         self._parts: list[Universe] = []  # oldest first; `part()` drops those that are freed
         self._own_serial: int | None = None  # set at its first read
         self.is_over = False
-        self.generation = note_universe(self)
+        self.n_ended_before = note_universe(self)
 
     @property
     def serial(self) -> int:

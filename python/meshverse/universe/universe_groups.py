@@ -19,8 +19,8 @@ from meshverse._torch_compat.private_names import ProcessGroup
 from meshverse.agreement import LeftoverError, Rendezvous
 from meshverse.groups.creation import (
     agree_on_leftover,
-    create_by_all,
     create_by_members,
+    create_with_all_ranks,
 )
 from meshverse.groups.group import Group, GroupRef, State
 from meshverse.groups.registry import GroupRegistry
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_NOT_SHARED = (Way.USER_PROVIDED, Way.OTHER_UNIVERSE)  # listed, but not shared with other axes
+_OF_OTHERS = (Way.USER_PROVIDED, Way.OTHER_UNIVERSE)  # listed, but not shared with other axes
 
 
 class UniverseGroups:
@@ -181,7 +181,7 @@ class UniverseGroups:
             ref: GroupRef | None = cache.get(axis, key) or cache.get(axis.sorted(), key)
             if ref is not None:
                 return ref
-        not_shared = (ref for ref in self.along(axis) if ref.request.way in _NOT_SHARED)
+        not_shared = (ref for ref in self.along(axis) if ref.request.way in _OF_OTHERS)
         return next(
             (ref for ref in not_shared if ref.request.options.key.digest == key_digest), None
         )
@@ -426,7 +426,7 @@ class UniverseGroups:
         # group came from another universe by concatenation.
         for ref in self.along(axis):
             is_named = group_name is None or ref.name == group_name
-            if is_named and ref.request.way not in _NOT_SHARED:
+            if is_named and ref.request.way not in _OF_OTHERS:
                 return ref.request
         for ref in self:  # a group of another universe, whose layout is that of its own ranks
             is_named = group_name is not None and ref.name == group_name
@@ -484,7 +484,7 @@ class UniverseGroups:
             agree_on_leftover(leftover, world)
             self._refer_to_leftover(leftover, ref)
         elif way is not Way.BY_MEMBERS:
-            handle = create_by_all(request, world)
+            handle = create_with_all_ranks(request, world)
             ref.created = handle is not None
             if handle is not None:
                 self.registry.add_c10d_group(handle, ref)
@@ -506,7 +506,7 @@ class UniverseGroups:
         assert group is not None
         # Meshes of lazy universes have its name, so that no leftover can take its place.
         key = ref.request.options.key
-        has_group = None if group.is_lazy else partial(self.registry.is_live, key=key)
+        has_group = None if group.is_lazy else partial(self.registry.has_live_group, key=key)
         try:
             ref.created = group.make(
                 lambda group: create_by_members(group, world, ranks, has_group)
