@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import random
+import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from towers import BLOCKS, Block, Model, Tower
 
@@ -155,15 +161,193 @@ class _Normed(nn.Module):
         return output
 
 
+class _OwnNorm(nn.Module):
+    """A batch norm whose kernel changes buffers without a new version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.batch_norm(hidden, self.mean, self.variance, training=self.training)
+
+
+class _Counted(nn.Module):
+    """A layer that assigns another tensor to its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen + 1
+        return hidden
+
+
+_CHANGES = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), "norm.running_mean"),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(3, track_running_stats=True), "norm.running_mean"),
+    "spectral_norm": (
+        lambda: spectral_norm(nn.Linear(4, 4)),
+        "norm.parametrizations.weight.0._u",
+    ),
+    "a kernel": (_OwnNorm, "norm.mean"),
+    "another tensor": (_Counted, "norm.seen"),
+}
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)]
-)
-def test_running_statistics_are_not_updated_twice(norm: nn.Module, mode: Any) -> None:
-    model = nn.Sequential(nn.ModuleList([_Normed(norm)]))
-    with pytest.raises(ValueError, match=r"layer '0.0' .* statistics of its \w+ 'norm' twice"):
-        apply_activation_checkpointing(model, mode)
+@pytest.mark.parametrize("name", _CHANGES)
+def test_a_forward_that_changes_a_buffer_is_refused(name: str, mode: Any) -> None:
+    make, buffer = _CHANGES[name]
+    model = nn.Sequential(nn.ModuleList([_Normed(make())]))
+    apply_activation_checkpointing(model, mode)
+    given = torch.randn(3, 4, requires_grad=True)
+    words = f"layer '0.0' (_Normed) changes its buffer '{buffer}'. Backward would run it again"
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        model[0][0](given)
+    with torch.no_grad():
+        model[0][0](given)
+    model.eval()
+    model[0][0](given).sum().backward()
+    assert given.grad is not None
+
+
+def test_a_change_in_a_later_forward_is_refused() -> None:
+    layer = _Normed(_Counted().eval())
+    apply_activation_checkpointing(nn.Sequential(nn.ModuleList([layer])))
+    layer(torch.ones(3, 4))
+    layer.train()
+    with pytest.raises(RuntimeError, match=r"changes its buffer 'norm.seen'"):
+        layer(torch.ones(3, 4))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_layers_change_buffers_once_or_are_refused(mode: Any) -> None:
+    graph, broken = _Normed(nn.BatchNorm1d(4)), _Normed(_Counted())
+    try:
+        for layer in (graph, broken):
+            apply_activation_checkpointing(nn.Sequential(nn.ModuleList([layer])), mode)
+            layer.compile(backend="aot_eager")
+        graph(torch.ones(3, 4)).sum().backward()
+        assert graph.norm.num_batches_tracked == 1
+        with pytest.raises(RuntimeError, match=r"changes its buffer 'norm.seen'"):
+            broken(torch.ones(3, 4))
+    finally:
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", ["torch", "random", "numpy", "numpy before 1.17"])
+def test_layers_with_a_random_generator_are_refused(kind: str) -> None:
+    make: dict[str, Callable[[], object]] = {
+        "torch": torch.Generator,
+        "random": random.Random,
+        "numpy": np.random.default_rng,
+        "numpy before 1.17": np.random.RandomState,
+    }
+    model = nn.Sequential(nn.ModuleList([_Normed(nn.Identity())]))
+    model[0][0].norm.drawn_by = [make[kind]()]
+    words = r"layer '0.0' of Sequential has the \w+ 'norm.drawn_by': .*draw other random numbers"
+    with pytest.raises(ValueError, match=words):
+        apply_activation_checkpointing(model)
     assert "forward" not in vars(model[0][0])
+    model[0][0].norm.drawn_by = torch.default_generator  # checkpointing restores its state
+    apply_activation_checkpointing(model)
+
+
+class _Noisy(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.sin() * self.draw()
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (random.random, "Python's random"),
+        (np.random.rand, "NumPy's global generator"),
+        (np.random.randn, "NumPy's global generator"),
+    ],
+)
+def test_random_numbers_that_are_not_torchs_are_refused(draw: Any, name: str) -> None:
+    layer = _Noisy(draw)
+    apply_activation_checkpointing(nn.Sequential(nn.ModuleList([layer])))
+    for _ in range(2):  # of two normal numbers, NumPy keeps one for the next call
+        with pytest.raises(RuntimeError, match=f"draws random numbers from {name}"):
+            layer(torch.ones(3, requires_grad=True))
+
+
+class _Sharing(nn.Module):
+    """A layer that finds in a shared object what an earlier layer left there."""
+
+    def __init__(self, shared: Any, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.shared, self.change = shared, change
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.change(self.shared, hidden)
+        return hidden.sin()
+
+
+_SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], str]] = {
+    "a dict": (dict, lambda box, hidden: box.update(value=hidden), "dict 'layers.0.shared'"),
+    "a list": (list, lambda box, hidden: box.append(hidden), "list 'layers.0.shared'"),
+    "a set": (set, lambda box, hidden: box.add(hidden), "set 'layers.0.shared'"),
+    "an object": (
+        SimpleNamespace,
+        lambda box, hidden: setattr(box, "value", hidden),
+        "SimpleNamespace 'layers.0.shared'",
+    ),
+    "a dict in a config": (
+        lambda: SimpleNamespace(box={}),
+        lambda config, hidden: config.box.update(value=hidden),
+        "dict 'layers.0.shared.box'",
+    ),
+    "a tensor in a list": (
+        lambda: [torch.zeros(3)],
+        lambda box, hidden: box[0].add_(hidden.detach()),
+        "list 'layers.0.shared'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _SHARED)
+def test_a_change_of_an_object_that_layers_share_is_refused(name: str) -> None:
+    make, change, words = _SHARED[name]
+    shared = make()
+    model = nn.ModuleDict({"layers": nn.ModuleList(_Sharing(shared, change) for _ in range(2))})
+    apply_activation_checkpointing(model)
+    for copied in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=f"changes the {words}, which other layers refer to"):
+            copied["layers"][1](torch.ones(3, requires_grad=True))
+
+
+def _set_again(config: Any, hidden: Tensor) -> None:
+    config.length = hidden.size(0) * 1000  # equal to the number there, but another object
+
+
+def test_layers_may_share_an_object_that_they_leave_as_it_is() -> None:
+    config = SimpleNamespace(length=3000, box={})
+    layers = nn.ModuleList(_Sharing(config, _set_again) for _ in range(2))
+    apply_activation_checkpointing(nn.Sequential(layers))
+    given = torch.ones(3, requires_grad=True)
+    for layer in layers:
+        layer(given).sum().backward()
+    assert given.grad is not None
+
+
+def test_a_layer_may_change_an_object_of_its_own() -> None:
+    layers = nn.ModuleList(_Sharing([], lambda box, hidden: box.append(1)) for _ in range(2))
+    apply_activation_checkpointing(nn.Sequential(layers))
+    layers[0](torch.ones(3, requires_grad=True)).sum().backward()
+    assert layers[0].shared == [1, 1]
 
 
 def test_norms_without_running_statistics_may_be_checkpointed() -> None:
