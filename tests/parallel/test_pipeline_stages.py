@@ -604,3 +604,50 @@ def test_a_sharded_model_is_refused() -> None:
         FSDP2Manager(config, *create_device_meshes(config, ParallelismSizes())).parallelize(model)
         with pytest.raises(ValueError, match=r"is distributed already\. Split it into"):
             split_into_stages(model, 2, 0)
+
+
+class Communicating(transformers.models.llama.modeling_llama.LlamaDecoderLayer):  # type: ignore[misc]
+    """A layer that adds what the first layer left in a dict."""
+
+    def forward(self, hidden_states: Tensor, **keywords: Any) -> Any:
+        output = super().forward(hidden_states, **keywords)
+        self.box.setdefault("first", output)
+        return output + self.box["first"]
+
+
+class Clearing(transformers.LlamaModel):  # type: ignore[misc]
+    """A model that clears this dict after each forward."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        output = super().forward(*arguments, **keywords)
+        self.layers[-1].box.clear()
+        return output
+
+
+def make_communicating(boxes: list[dict[str, Tensor]]) -> nn.Module:
+    model = make()
+    for layer, box in zip(model.model.layers, boxes, strict=True):
+        layer.__class__, layer.box = Communicating, box
+    return model
+
+
+@pytest.mark.parametrize(
+    ("index", "kind"), [(0, transformers.LlamaModel), (0, Clearing), (1, transformers.LlamaModel)]
+)
+def test_a_change_of_an_object_that_layers_of_several_stages_share_is_refused(
+    index: int, kind: type[nn.Module]
+) -> None:
+    model = make_communicating([{}] * 4)
+    model.model.__class__ = kind
+    stage = split_into_stages(model, 2, index)
+    words = f"dict 'model.layers.{2 * index}.box', to which layers of other pipeline stages refer"
+    with pytest.raises(RuntimeError, match=words):
+        stage(torch.ones(8, 6, 32) if index else batch(0))
+
+
+def test_layers_of_one_stage_may_share_objects() -> None:
+    boxes = [dict[str, Tensor]() for _ in range(2)]
+    whole = split_into_stages(make_communicating(boxes[:1] * 4), 1, 0)
+    assert whole(batch(0)).isfinite().all()
+    stages = [*boxes[:1] * 2, *boxes[1:] * 2]
+    assert split_into_stages(make_communicating(stages), 2, 0)(batch(0)).isfinite().all()

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -27,10 +28,12 @@ from meshverse.parallel.meshes.degrees import is_degree
 from meshverse.parallel.models.modules import (
     AbsentModule,
     StageOf,
+    child_name,
     mark_as_stage,
     shallow_copy,
     stage_of,
 )
+from meshverse.parallel.models.shared_objects import SharedObjects
 
 from .structure import OUTPUTS, IdleModule, Structure, copy_attributes, describe, hidden_of
 
@@ -205,9 +208,29 @@ class _Passage:
 
     in_tuples: bool  # whether the model expects a layer's output in a tuple
     n_absent: int  # number of layers in other stages
+    shared: SharedObjects  # those of this stage's layers and of others
     n_called: int = 0  # number of calls of these
     received: Tensor | None = None
     passed_on: Tensor | None = None
+    before: list[list[Any]] | None = None  # contents of `shared`, before the stage's layers
+
+    def begin(self) -> None:
+        """Note what is in the objects that layers of other stages refer to, too."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.before = self.shared.contents()
+
+    def check(self) -> None:
+        """Raise RuntimeError if the stage's layers changed such an object."""
+        if self.before is None:
+            return
+        changed, self.before = self.shared.changed_since(self.before), None
+        if changed:
+            raise RuntimeError(
+                f"A layer changes {changed}, to which layers of other pipeline stages refer. Each "
+                "stage has its own copy of it, for several microbatches: what a layer leaves there "
+                "does not reach the others. Pass it on in the hidden states, or train without "
+                "pipeline parallelism (pp_size=1)."
+            )
 
 
 class _AbsentLayer(AbsentModule):
@@ -223,7 +246,10 @@ class _AbsentLayer(AbsentModule):
         """Return the stage's input or output, in the form of a layer's output."""
         passage = self._passage
         passage.n_called += 1
-        if not self._is_before and passage.passed_on is None:
+        if self._is_before:
+            passage.begin()
+        elif passage.passed_on is None:
+            passage.check()
             passage.passed_on = hidden_of(arguments, keywords)
         hidden = passage.received if self._is_before else passage.passed_on
         return (hidden, None) if passage.in_tuples else hidden
@@ -235,8 +261,14 @@ def _make(model: _Model, structure: Structure, own: StageOf) -> _Model:
     if structure.inner:
         inner = shallow_copy(model.get_submodule(structure.inner))
         stage._modules[structure.inner] = inner
-    passage = _Passage(structure.in_tuples, structure.n_layers - len(own.layers))
     layers = cast("nn.ModuleList", inner.get_submodule(structure.layers))
+    prefix = child_name(structure.inner, structure.layers)
+    sides: tuple[dict[str, nn.Module], ...] = ({}, {})  # own layers, and those of other stages
+    for number, layer in enumerate(layers):
+        sides[number not in own.layers][f"{prefix}.{number}"] = layer
+    passage = _Passage(
+        structure.in_tuples, structure.n_layers - len(own.layers), SharedObjects(sides)
+    )
     inner._modules[structure.layers] = nn.ModuleList(
         layer
         if number in own.layers
@@ -268,11 +300,13 @@ def _forward(stage: nn.Module, passage: _Passage, inputs: Tensor, **keywords: An
     if own.inner and not own.is_last:
         runs = stage.get_submodule(own.inner)
     passage.received, passage.n_called = inputs, 0
+    passage.begin()
     try:
         output: Any = runs(**given, use_cache=False, **keywords)
+        passage.check()
         passed_on = passage.passed_on
     finally:
-        passage.received = passage.passed_on = None
+        passage.received = passage.passed_on = passage.before = None
     if passage.n_called != passage.n_absent:
         raise RuntimeError(
             f"{type(stage).__name__} called layers of other stages {passage.n_called} times, and "
