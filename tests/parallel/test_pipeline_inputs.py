@@ -13,6 +13,8 @@ from tiny_models import BATCH, BOUND, LENGTH, batch, make_model
 from helpers.crew import Crew
 from helpers.versions import AT_LEAST_2_12
 from helpers.worlds import fake_world
+from meshverse import init_device_mesh
+from meshverse.parallel import pipeline_schedule, pipeline_stages
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import DynamicCache, LlamaForCausalLM
@@ -166,6 +168,24 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"use_cache": None, "inputs_embeds": None},
         "takes no ['use_cache', 'inputs_embeds']: they need all layers",
     ),
+    "a list of one number per sequence": (
+        batch(0),
+        batch(0),
+        {"scale": [1.0] * BATCH},
+        "scale has a list of 8 entries, and the batch has 8 sequences: each of the 4 microbatches",
+    ),
+    "a tuple in a dictionary": (
+        batch(0),
+        batch(0),
+        {"options": {"names": ("a",) * BATCH}},
+        "Give options as a tensor of shape (batch, ...)",
+    ),
+    "a list of pairs": (
+        batch(0),
+        batch(0),
+        {"sizes": [[1, 2]] * BATCH},
+        "sizes has a list of 8 entries",
+    ),
     "a cache": (
         batch(0),
         batch(0),
@@ -244,3 +264,20 @@ def test_tensors_for_all_sequences_are_given_to_each_microbatch(crew: Crew) -> N
         ]
     for seen, wanted in zip(crew.run(losses_with_keywords, 2)[1], expected, strict=True):
         assert seen == pytest.approx(wanted, rel=BOUND)
+
+
+class Ignoring(LlamaForCausalLM):  # type: ignore[misc]
+    """A model that takes keywords of any name."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **keywords: Any) -> Any:
+        return super().forward(input_ids, inputs_embeds=inputs_embeds, use_cache=False)
+
+
+def test_lists_that_are_not_as_long_as_the_batch_are_given_to_each_microbatch() -> None:
+    tokens, masks = batch(0), [torch.ones(BATCH, LENGTH)] * BATCH
+    with fake_world(1):
+        pipeline = make_pipeline(Ignoring(make().config), pp_size=1)
+        pipeline.step(tokens, target=tokens, layers=[0, 1, 2], masks=masks)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        stages = pipeline_stages(Ignoring(make().config), mesh)
+        pipeline_schedule(stages, mesh, loss_of, 1).step(tokens, target=tokens, each=[1.0] * BATCH)

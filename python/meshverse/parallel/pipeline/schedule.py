@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshverse.parallel.experts.sharding import get_total_norm, scale_gradients
 from meshverse.parallel.losses.per_token import LossPerToken, sums_gradients
@@ -287,6 +287,7 @@ class PipelineSchedule:
         check_keywords(self.stages[0], keywords)
         check_names(self.stages[0], keywords)
         batches.check(inputs, target)
+        batches.check_lists(keywords, inputs)
         split = _for_each_sequence(keywords, inputs)
         _check_group(self._mesh)
         if self._has_raised:  # torch's schedules still have that batch's microbatches
@@ -499,10 +500,34 @@ class _Batches:
                 "drop shorter batches, or create another pipeline_schedule for them."
             )
 
+    def check_lists(self, keywords: Mapping[str, Any], inputs: Tensor) -> None:
+        """Raise ValueError for a list that may have one entry per sequence: torch splits none."""
+        batch, count = inputs.size(0), self._n_microbatches
+        for name, value in keywords.items() if count > 1 else ():
+            if length := next((len(each) for each in _lists_in(value) if len(each) == batch), 0):
+                raise ValueError(
+                    f"{name} has a list of {length} entries, and the batch has {batch} sequences: "
+                    f"each of the {count} microbatches would get the whole list. Give {name} as a "
+                    "tensor of shape (batch, ...), with one entry per sequence; set what is for "
+                    "all sequences as an attribute of the model."
+                )
+
     def has_run(self, inputs: Tensor) -> None:
         """Record the first batch, for which torch's stages have allocated their receive buffers."""
         if self._first is None and self._has_peers:
             self._first = (inputs.shape, inputs.dtype)
+
+
+def _lists_in(value: Any) -> Iterator[Sequence[Any]]:
+    """Yield the lists and tuples in a keyword, without those that contain tensors."""
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _lists_in(each)
+    elif isinstance(value, list | tuple):
+        if not any(isinstance(each, Tensor | BlockMask) for each in tree_leaves(value)):
+            yield value
+        for each in value:
+            yield from _lists_in(each)
 
 
 def _for_each_sequence(keywords: Mapping[str, Any], inputs: Tensor) -> dict[str, Any]:
