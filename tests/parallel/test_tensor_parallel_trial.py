@@ -647,6 +647,50 @@ class Shares(nn.Module):
         return hidden
 
 
+class Heads(Attention):
+    """An attention whose output layer the parent has."""
+
+    def build(self) -> None:
+        self.out = nn.Identity()
+
+
+class Reads(nn.Module):
+    """A block that reads its attention's number of heads in its own forward."""
+
+    def __init__(self, kind: type[Attention]) -> None:
+        super().__init__()
+        self.attn, self.out = kind(), nn.Linear(HEADS * FEATURES, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = self.attn(hidden)
+        if isinstance(self.attn, Heads):
+            mixed = self.out(mixed.unflatten(-1, (self.attn.num_heads, -1)).sin().flatten(-2))
+            return hidden + mixed
+        return hidden + mixed / self.number()
+
+    def number(self) -> int:
+        return self.attn.num_heads
+
+
+class ReadsByMask(Reads):
+    """A block that reads it only if there is a mask."""
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        scale = 1.0 if attention_mask is None else self.number() ** -0.5
+        return hidden + self.attn(hidden) * scale
+
+
+class KeepsNumber(Reads):
+    """A block that has the number in an attribute of its own, and calls `forward` by itself."""
+
+    def __init__(self, kind: type[Attention]) -> None:
+        super().__init__(kind)
+        self.n_of_all = self.attn.num_heads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.attn.forward(hidden) / self.n_of_all
+
+
 class SharesALayer(nn.Module):
     """Two MLPs with one layer."""
 
@@ -700,11 +744,17 @@ QKV: Plan = {
     "out": RowwiseParallel(),
 }
 UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+_IN_ATTN: Plan = {f"attn.{name}": style for name, style in QKV.items()}
 _TWICE: Plan = {
     f"{each}.{name}": style for each in ("first", "second") for name, style in QKV.items()
 }
 
 EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
+    "a parent with the last layer reads a number of heads": (
+        partial(Reads, Heads),
+        {"attn." * (name != "out") + name: style for name, style in QKV.items()},
+    ),
+    "a parent keeps the number of heads": (partial(KeepsNumber, Attention), _IN_ATTN),
     "per head": (PerHead, QKV | {"": LocalParameters({"temperature": Shard(0)})}),
     "layer scale": (LayerScale, QKV | {"": LocalParameters({"gamma": Replicate()})}),
     "relative bias": (RelativeBias, QKV | {"table": ColwiseParallel()}),
@@ -868,6 +918,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
     "a buffer of a rank's shape": (KeepsFeatures, UP_DOWN, f"{_TRIED}.*in the buffer 'kept'"),
     "a hook of a gradient": (OwnGradient, UP_DOWN, "up.weight has hooks of its gradient"),
     "a later hook": (OwnGradientLater, UP_DOWN, "down.weight has hooks of its gradient"),
+    "a parent's read": (
+        partial(Reads, Attention),
+        _IN_ATTN,
+        r"Reads cannot be split.*'attn.num_heads': 2\}.*Keep the number in an attribute of",
+    ),
+    "a parent's read with a mask": (partial(ReadsByMask, Attention), _IN_ATTN, "Keep the number"),
     "multihead's own weights": (
         Multihead,
         {"attn": LocalParameters({"in_proj_weight": Shard(0)})},

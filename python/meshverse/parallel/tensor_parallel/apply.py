@@ -93,8 +93,9 @@ def apply_tp_plan(
       all ranks must give the outputs and gradients of the whole module. Calls are those in a run of
       a copy of the model on token ids, or hidden states. A warning names modules that are not
       tried, with the reason, unless transformers' own plan for the model has the same styles there.
-    - Attributes for the number of heads are set to the number on one rank. An int attribute that
-      may count heads under another name is an error, unless the plan names it in `LocalParameters`.
+    - Attributes for the number of heads are set to the number on one rank. It is an error if other
+      code of the model reads them in that run. An int attribute that may count heads under another
+      name is an error, unless the plan names it in `LocalParameters`.
     - LoRA layers are split together with the layer that they adapt.
     - Models of transformers take `labels=` if the plan leaves their logits split, as DTensors.
     - Shared parameters, such as tied embeddings, are still shared afterwards.

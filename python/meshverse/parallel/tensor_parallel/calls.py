@@ -27,7 +27,7 @@ from meshverse.parallel.experts.stacked import describe
 from meshverse.parallel.models.modules import parent_name
 from meshverse.parallel.models.trials import kept_by, leaves_in, values_in
 
-from .equal_modules import PLAIN
+from .equal_modules import PLAIN, Attribute, note_reads_outside
 from .hidden_weights import ReadWeightError, hide_parameters_outside
 from .random_copies import LARGE, RandomCopies
 
@@ -127,15 +127,24 @@ class RunOfModel(NamedTuple):
         calls: of modules, by name.
         known: the modules whose calls are all known: called in a run that came to its end.
         read: the first split layer whose parameters were read outside it, with what was read.
+        outside: attributes, of those given, that runs which came to their end read outside the
+            forwards given.
     """
 
     calls: dict[str, Calls]
     known: set[str]
     read: dict[str, str]
+    outside: set[Attribute]
 
 
-def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str]) -> RunOfModel:
-    """Run a copy of a model, to see how it calls modules and reads parameters.
+def run_model(
+    model: nn.Module,
+    wanted: Collection[str],
+    split: Collection[str],
+    attributes: Mapping[str, Collection[str]],
+    forwards: Collection[str],
+) -> RunOfModel:
+    """Run a copy of a model, to see how it calls modules and reads parameters and attributes.
 
     The model is run on token ids, and on hidden states of shape (sequences, tokens, features), up
     to a run that reaches all modules. If its forward takes an `attention_mask`, it is run again
@@ -145,14 +154,18 @@ def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str])
         model: the model.
         wanted: names of the modules whose calls are noted.
         split: names of the layers whose parameters ranks have in DTensors.
+        attributes: names of the attributes of modules that a rank has with other values, by module.
+        forwards: names of the modules whose forwards may read such attributes of modules in them.
     """
     copies = RandomCopies(model)
     try:
         copied = copies.copy(model)
+        _use_stand_ins(copied, copies)
+        _use_no_caches(copied)
+        reads = note_reads_outside(copied, attributes, forwards)
     except Exception:  # noqa: BLE001  (attributes that cannot be copied raise anything)
-        return RunOfModel({}, set(), {})
-    _use_stand_ins(copied, copies)
-    _use_no_caches(copied)
+        return RunOfModel({}, set(), {}, set())
+    outside: set[Attribute] = set()
     now: dict[str, Calls] = {}
     for name in wanted:
         _watch(copied.get_submodule(name), name, now)
@@ -170,6 +183,7 @@ def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str])
     def run(given: Tensor, **keywords: Tensor) -> bool:
         """Note the calls of a run, and return whether it came to its end."""
         now.clear()
+        reads.clear()
         try:
             with copies.undisturbed():
                 copied(given, **keywords)
@@ -181,6 +195,7 @@ def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str])
         except Exception as error:  # noqa: BLE001  (a forward raises anything)
             _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
             return False
+        outside.update(reads)
         return True
 
     for given in _candidates(copies, model):
@@ -196,7 +211,7 @@ def run_model(model: nn.Module, wanted: Collection[str], split: Collection[str])
                     found[name] = {**own, **found.get(name, {})}
         if len(found) == len(wanted):
             break
-    return RunOfModel({**partly, **found}, {*found}, read)
+    return RunOfModel({**partly, **found}, {*found}, read, outside)
 
 
 def _is_inside(name: str, names: Collection[str]) -> bool:

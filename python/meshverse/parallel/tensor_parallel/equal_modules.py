@@ -9,7 +9,9 @@ same means the same object. A forward that reads `vars(self)` is not seen to do 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from meshverse.parallel.models.modules import child_name
 from meshverse.parallel.models.trials import OF_EVERY_MODULE
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Placement)
@@ -114,16 +117,60 @@ def note_reads(module: nn.Module) -> set[Attribute]:
     read: set[Attribute] = set()
     for own, inside in module.named_modules():
         if names := vars(inside).keys() - OF_EVERY_MODULE:
-            inside.__class__ = _noting(type(inside), own, names, read)
+            inside.__class__ = _noting(type(inside), names, partial(_add, read, own))
     return read
 
 
+def note_reads_outside(
+    module: nn.Module, attributes: Mapping[str, Collection[str]], forwards: Collection[str]
+) -> set[Attribute]:
+    """Return a set, to which reading an attribute adds it, but in forwards that are tried with it.
+
+    Args:
+        module: a copy, as for `note_reads`.
+        attributes: those that count, by the names of the modules that have them.
+        forwards: names of modules. A read does not count in the forward of one that contains the
+            attribute's module or, if none does, of this module itself.
+    """
+    read: set[Attribute] = set()
+    running: dict[str, int] = {}  # calls of a forward that have not ended
+
+    def note(own: str, around: Collection[str], name: str) -> None:
+        if not any(running[each] for each in around):
+            read.add((own, name))
+
+    for own, names in attributes.items():
+        prefixes = {own, *accumulate(own.split("."), child_name), ""}
+        around = prefixes.intersection(forwards) or {own}
+        for each in around - running.keys():
+            running[each] = 0
+            inside = module.get_submodule(each)
+            inside.forward = partial(_counted, running, each, inside.forward)
+        owner = module.get_submodule(own)
+        owner.__class__ = _noting(type(owner), names, partial(note, own, around))
+    return read
+
+
+def _add(read: set[Attribute], own: str, name: str) -> None:
+    read.add((own, name))
+
+
+def _counted(
+    running: dict[str, int], name: str, forward: Callable[..., Any], /, *given: Any, **named: Any
+) -> Any:
+    running[name] += 1
+    try:
+        return forward(*given, **named)
+    finally:
+        running[name] -= 1
+
+
 def _noting(
-    kind: type[nn.Module], own: str, names: Collection[str], read: set[Attribute]
+    kind: type[nn.Module], names: Collection[str], note: Callable[[str], None]
 ) -> type[nn.Module]:
     def get(self: nn.Module, name: str) -> Any:
         if name in names:
-            read.add((own, name))
+            note(name)
         return super(noting, self).__getattribute__(name)
 
     members = {"__getattribute__": get, "__module__": kind.__module__}

@@ -51,7 +51,7 @@ from .emulated_ranks import (
 from .equal_modules import Attribute, SameForm, add_to_forms, attributes_in, note_reads
 from .hidden_weights import ReadWeightError
 from .random_copies import Other, RandomCopies
-from .regions import closed_regions
+from .regions import closed_regions, regions
 
 _Styles = dict[str, ParallelStyle]
 _logger = logging.getLogger(__name__)
@@ -91,6 +91,10 @@ _OF_GRADIENTS = (
 _OF_WEIGHTS = (
     "A rank has only a part of it, in a DTensor. Compute with the layers' outputs, keep what is "
     "computed from whole weights in a buffer, or remove the layer from the plan."
+)
+_OF_READS = (
+    "Other code would compute with a wrong number. Keep the number in an attribute of the module "
+    "that reads it."
 )
 _OF_OTHERS = (
     "Each rank may get a part of its gradient, which nothing sums. Register it in the module "
@@ -149,7 +153,8 @@ def try_plan(
         parameters other code reads. By name.
 
     Raises:
-        ValueError: a module gives other outputs or gradients with its parts.
+        ValueError: a module gives other outputs or gradients with its parts; or other code reads
+            an attribute that a rank has with another value.
     """
     names = {id(each): name for name, each in model.named_parameters()}
     trials: dict[str, _Trial] = {}
@@ -164,7 +169,16 @@ def try_plan(
         else:
             problems[region] = "layers in it have styles or layouts that a trial does not know"
     split = [name for name, style in styles.items() if isinstance(style, _DISTRIBUTING)]
-    calls, known, read = run_model(model, trials, split)
+    changed = {name: counts[id(m)] for name, m in model.named_modules() if id(m) in counts}
+    forwards = {region for region, _ in regions(styles)}
+    calls, known, read, outside = run_model(model, trials, split, changed, forwards)
+    if outside:
+        seen = {child_name(*each): changed[each[0]][each[1]] for each in sorted(outside)}
+        raise ValueError(
+            f"{type(model).__name__} cannot be split over {size} ranks: {[*seen]} would become "
+            f"those of one rank, {seen}, and are read outside the forward of their module. "
+            f"{_OF_READS}"
+        )
     problems |= {name: f"{what} {_OF_WEIGHTS}" for name, what in read.items()}
     forms: dict[tuple[Hashable, Hashable], list[SameForm]] = {}  # by call, and by form
     for region, trial in trials.items():
