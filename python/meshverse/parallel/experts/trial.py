@@ -5,7 +5,7 @@ them, which dim has the inner features, where the gates are, or what an expert a
 the forward is run: on random weights as a whole, and on the parts of all ranks, whose outputs must
 sum to the same, and so must the gradients of the inputs. Nothing else may get gradients, as each
 rank would have a part of them. It runs in training mode without dropout, and in evaluation mode.
-Nothing of the module is changed, and torch's random states are as before. What a forward changes
+Nothing of the module is changed, and random states are as before. What a forward changes
 elsewhere, such as a list in a global variable, stays changed.
 """
 
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from meshverse.parallel.models.dropout import WithoutDropout
 from meshverse.parallel.models.leaves import in_words, other_leaves
-from meshverse.parallel.models.trials import kept_by, same_random_state, trial_copy
+from meshverse.parallel.models.random_states import host_random_states, same_random_state
+from meshverse.parallel.models.trials import kept_by, trial_copy
 
 from .stacked import DOWN, StackedExperts
 
@@ -78,7 +79,7 @@ class PartOfExperts(Part):
     second: _Second = "none"
     counts_from_end: bool = False  # whether id -1 is that of the last expert
     ignores_zeros: bool = False  # whether rows of zeros give zeros, and get no gradient
-    # Whether the forward draws from torch's random states in training, such as for dropout.
+    # Whether the forward draws from random states in training, such as for dropout.
     draws: bool = False
 
 
@@ -209,14 +210,16 @@ class _Probe:
         return again
 
     def draws(self) -> bool:
-        """Whether the forward, with its dropout, changes torch's random states."""
+        """Whether the forward, with its dropout, changes random states."""
         kind = self.device.type
         sources: list[Any] = [torch] if kind == "cpu" else [torch, torch.get_device_module(kind)]
         with same_random_state(self.device):
             before = [each.get_rng_state() for each in sources]
+            host = host_random_states()
             self.run(self.hidden, self.ids, self.router, with_dropout=True)
             after = [each.get_rng_state() for each in sources]
-        return not all(map(torch.equal, before, after))
+            is_same = host == host_random_states()
+        return not (is_same and all(map(torch.equal, before, after)))
 
     def gate(self, features: Tensor) -> Tensor:
         """Return the output of the module's `_apply_gate`."""
@@ -382,7 +385,7 @@ def _are_equal(one: list[Tensor] | None, other: list[Tensor] | None) -> bool:
 
 
 def _undisturbed(ask: _Ask[_Case]) -> _Ask[_Case]:
-    """Let a function ask with gradients, and leave torch's random states as they are."""
+    """Let a function ask with gradients, and leave random states as they are."""
 
     @wraps(ask)
     def undisturbed(name: str, module: nn.Module, experts: StackedExperts, size: int) -> _Case:

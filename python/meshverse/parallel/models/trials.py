@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -96,9 +95,3 @@ def trial_copy(module: _Module) -> _Module:
             f"a trial cannot copy the attributes of {type(module).__name__}: {error}. Set what "
             "cannot be copied after the split"
         ) from error
-
-
-def same_random_state(device: torch.device) -> AbstractContextManager[None]:
-    """Set torch's random states of the CPU and of a device back on leaving."""
-    kind = device.type
-    return torch.random.fork_rng([] if kind == "cpu" else [device], device_type=kind)

@@ -1,6 +1,6 @@
 """Order in which a transformers model runs its layers, found by a run with stand-ins for them.
 
-Copies of the model run: nothing of it is changed, and torch's random states are as before. What a
+Copies of the model run: nothing of it is changed, and random states are as before. What a
 forward changes elsewhere, such as a list in a global variable, stays changed.
 """
 
@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshverse._torch_compat.module_hooks import has_hooks, is_compiled
 from meshverse.parallel.models.dropout import WithoutDropout
 from meshverse.parallel.models.modules import AbsentModule, shallow_copy
-from meshverse.parallel.models.trials import same_random_state, trial_copy
+from meshverse.parallel.models.random_states import same_random_state
+from meshverse.parallel.models.trials import trial_copy
 
 from .token_reads import TokenReads
 

@@ -45,6 +45,7 @@ from meshverse.parallel.models.parameters import (
     why_not_replaced,
     why_weight_is_not_split,
 )
+from meshverse.parallel.models.random_states import host_random_states, set_host_random_states
 from meshverse.parallel.styles.local_styles import (
     CheckedStyle,
     LocalParameters,
@@ -99,7 +100,7 @@ def apply_tp_plan(
     - LoRA layers are split together with the layer that they adapt.
     - Models of transformers take `labels=` if the plan leaves their logits split, as DTensors.
     - Shared parameters, such as tied embeddings, are still shared afterwards.
-    - All ranks of the mesh get the random state of its first rank, so that dropout is the same.
+    - All ranks of the mesh get the random states of its first rank, so that dropout is the same.
 
     Args:
         model: model whose parameters are not distributed yet; those that the plan names become
@@ -244,11 +245,13 @@ def _check_same_on_ranks(
 
 
 def synchronize_random_state(mesh: DeviceMesh) -> None:
-    """Set the random state of all ranks of a 1-D mesh to that of its first rank.
+    """Set the random states of all ranks of a 1-D mesh to those of its first rank.
 
-    This includes the CPU's state and that of the mesh's device. Between split layers, all ranks of
-    tensor parallelism have the same activations, and must draw the same random numbers for dropout.
-    `apply_tp_plan` calls this. After you set a new seed, call it again on all ranks.
+    These are torch's of the CPU and of the mesh's device, and those of Python's `random` and of
+    NumPy's global functions. Between split layers, all ranks of tensor parallelism have the same
+    activations, and must draw the same random numbers, such as for dropout. `apply_tp_plan` calls
+    this. After you set a new seed, or some of the ranks drew numbers, call it again on all ranks.
+    A generator object is the caller's to seed alike on all ranks.
 
     Example:
         >>> torch.manual_seed(seed + rank)  # doctest: +SKIP
@@ -259,6 +262,12 @@ def synchronize_random_state(mesh: DeviceMesh) -> None:
         state = device.get_rng_state().to(kind)
         dist.broadcast(state, group=mesh.get_group(), group_src=0)
         device.set_rng_state(state.cpu())
+    states = torch.tensor([*host_random_states()], dtype=torch.uint8, device=kind)
+    size = torch.tensor([len(states)], device=kind)
+    dist.broadcast(size, group=mesh.get_group(), group_src=0)
+    states.resize_(int(size))
+    dist.broadcast(states, group=mesh.get_group(), group_src=0)
+    set_host_random_states(bytes(states.tolist()))
 
 
 def _styles_by_module(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshverse._torch_compat.module_hooks import remove_forward_hooks
 from meshverse.parallel.models.dropout import WithoutDropout
-from meshverse.parallel.models.trials import same_random_state
+from meshverse.parallel.models.random_states import same_random_state
 
 LARGE, _STEP = 1_000_000, 61  # elements of a large weight; random numbers from row to row of it
 
@@ -102,7 +102,7 @@ class RandomCopies:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Run with gradients, in full precision, and leave torch's random state as it is."""
+        """Run with gradients, in full precision, and leave random states as they are."""
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -114,5 +114,5 @@ class RandomCopies:
             yield
 
     def same_random_state(self) -> contextlib.AbstractContextManager[None]:
-        """Set torch's random state back on leaving: the next run draws the same numbers."""
+        """Set random states back on leaving: the next run draws the same numbers."""
         return same_random_state(self.device)

@@ -9,7 +9,7 @@ the split layers. No other tensors may get gradients: of one that is registered 
 may have a part that no layer sums.
 
 Modules run in training mode, but without dropout, which draws other numbers for fewer features.
-No process communicates, nothing of the model is changed, and torch's random state is as before.
+No process communicates, nothing of the model is changed, and random states are as before.
 What a forward changes elsewhere, such as a list in a global variable, stays changed.
 Large weights are views of a few megabytes of random numbers, so that a trial needs memory for one
 layer's weight at a time; of modules that compute the same, one is tried.
