@@ -141,27 +141,6 @@ def dispatch(routing: Routing, part: PartOfExperts, mesh: DeviceMesh, run: Run) 
     return sum_choices(torch.cat([own, others.to(own.dtype)])[order.argsort()], routing)
 
 
-def differentiable_once(output: Tensor) -> Tensor:
-    """Return experts' output, through which second-order gradients raise RuntimeError.
-
-    They would lack terms: autograd records neither an all-to-all nor what DTensors do in backward.
-    torch's `once_differentiable` would raise in a second `backward()`, and not in a second
-    `torch.autograd.grad()`. So this raises in the first one, if it has `create_graph=True`.
-    """
-    if output.requires_grad:
-        output.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
-    return output
-
-
-def _refuse_second_order(gradient: Tensor) -> None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "create_graph=True, but gradients go through experts that are split over ranks, and "
-            "second-order gradients would lack the terms of other ranks. Compute them on one "
-            "process."
-        )
-
-
 def exchange(
     tensors: Sequence[Tensor],
     sent: Sequence[int],

@@ -21,6 +21,7 @@ from meshverse.parallel.models.modules import (
     parent_name,
     stage_of,
 )
+from meshverse.parallel.models.second_order import differentiable_once
 from meshverse.parallel.styles.local_styles import replaced_attributes, sum_gradients
 
 from .adapters import (
@@ -34,7 +35,6 @@ from .dispatch import (
     Routing,
     Run,
     arguments_of,
-    differentiable_once,
     dispatch,
     exchange,
     read_routing,

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from meshverse.parallel.models.second_order import differentiable_once
 from meshverse.parallel.styles.local_styles import replaced_attributes, sum_gradients
 
-from .dispatch import arguments_of, differentiable_once, exchange
+from .dispatch import arguments_of, exchange
 from .stacked import DOWN, StackedStyle
 from .trial import GATE, PartOfFeatures, ask_for_features
 
