@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -28,13 +27,11 @@ from helpers.crew import Crew
 from helpers.interrupts import is_interrupted_at
 from meshverse.parallel import apply_activation_checkpointing
 from meshverse.parallel.styles.local_styles import (
-    GatherTokens,
     LocalParameters,
     PackedColwiseParallel,
     PackedRowwiseParallel,
     ReplicatedWithGradAllreduce,
     SharedKeyGradAllreduce,
-    SplitTokens,
     replaced_attributes,
 )
 from meshverse.parallel.tensor_parallel.apply import apply_tp_plan
@@ -213,33 +210,6 @@ def second_order(name: str) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_second_order_gradients_raise(crew: Crew, name: str) -> None:
     crew.run(second_order, 2, name)
-
-
-def second_order_by_torch() -> None:
-    mesh, given = mesh_of_two(), example(MLP)
-    for kind, style in (
-        (HeadNorm, ReplicatedWithGradAllreduce()),
-        (HeadNorm, LocalParameters({"weight": Replicate()})),
-        (partial(nn.Linear, 6, 8), PackedColwiseParallel()),
-        (partial(nn.Linear, 8, 6), PackedRowwiseParallel()),
-        (partial(nn.Linear, 6, 8), SharedKeyGradAllreduce(3)),
-    ):
-        module = kind().double()
-        parallelize_module(module, mesh, style)
-        own = given.unflatten(-1, (2, 6))
-        if isinstance(style, PackedRowwiseParallel):  # a rank's own features
-            own = given[..., :4]
-        check_second_order_raises(module, own, [*module.parameters()])
-    for tokens in (SplitTokens(), GatherTokens()):
-        own = given.clone()
-        if isinstance(tokens, GatherTokens):
-            own = DTensor.from_local(own, mesh, [Shard(1)])
-        module = parallelize_module(nn.Tanh(), mesh, tokens)
-        check_second_order_raises(module, own, [own.requires_grad_()])
-
-
-def test_second_order_gradients_raise_where_torch_applies_our_styles(crew: Crew) -> None:
-    crew.run(second_order_by_torch, 2)
 
 
 def errors_under_ddp() -> dict[str, float]:

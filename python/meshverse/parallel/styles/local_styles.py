@@ -37,7 +37,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils._pytree import tree_map_only
 
 from meshverse.parallel.models.parameters import keeping_attributes
-from meshverse.parallel.models.second_order import differentiable_once, refuse_second_order
 
 
 def split_parameters(
@@ -82,7 +81,7 @@ def replaced_attributes(module: nn.Module, values: Mapping[str, Any]) -> Iterato
 def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a tensor that is the same on all ranks; backward sums its gradient over the mesh."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    return differentiable_once(replicated.to_local(grad_placements=[Partial()]))
+    return replicated.to_local(grad_placements=[Partial()])
 
 
 class CheckedStyle(ParallelStyle):
@@ -202,9 +201,7 @@ class LocalParameters(CheckedStyle):
 
     def _local(self, name: str, parameter: DTensor) -> Tensor:
         local = parameter.to_local()
-        if self.is_summed(name):
-            return sum_gradients(local, parameter.device_mesh)
-        return differentiable_once(local)
+        return sum_gradients(local, parameter.device_mesh) if self.is_summed(name) else local
 
     def __repr__(self) -> str:
         shown = self.placements | dict.fromkeys(self.summed, "summed")
@@ -301,15 +298,12 @@ class GatherTokens(ParallelStyle):
 
         def gather(module: nn.Module, arguments: Any, keywords: Any) -> Any:
             # All ranks compute the same with it, so each rank gets the whole gradient.
-            return tree_map_only(DTensor, whole, (arguments, keywords))
-
-        def whole(tokens: DTensor) -> Tensor:
-            return differentiable_once(tokens.full_tensor())
+            return tree_map_only(DTensor, DTensor.full_tensor, (arguments, keywords))
 
         def split_again(module: nn.Module, arguments: Any, output: Any) -> Any:
             first, *others = output if isinstance(output, tuple) else (output,)
-            replicated = DTensor.from_local(first, device_mesh, [Replicate()], run_check=False)
-            tokens = differentiable_once(replicated.redistribute(placements=split))
+            whole = DTensor.from_local(first, device_mesh, [Replicate()], run_check=False)
+            tokens = whole.redistribute(placements=split)
             return (tokens, *others) if isinstance(output, tuple) else tokens
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
@@ -336,7 +330,7 @@ class SplitTokens(ParallelStyle):
             if isinstance(given, DTensor):
                 return None
             whole = DTensor.from_local(given, device_mesh, [Replicate()], run_check=False)
-            tokens = differentiable_once(whole.redistribute(placements=[Shard(self.dim)]))
+            tokens = whole.redistribute(placements=[Shard(self.dim)])
             if arguments:
                 return (tokens, *arguments[1:]), keywords
             return arguments, {**keywords, "hidden_states": tokens}
@@ -384,7 +378,7 @@ class PackedColwiseParallel(_PackedParallel):
         return module
 
     def _pick(self, mesh: DeviceMesh, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        whole = differentiable_once(_gathered(output, mesh).to_local(grad_placements=[Partial()]))
+        whole = _gathered(output, mesh).to_local(grad_placements=[Partial()])
         by_rank = whole.reshape(*whole.shape[:-1], self.parts, mesh.size(), -1)
         return by_rank.select(-2, mesh.get_local_rank()).flatten(-2)
 
@@ -402,9 +396,7 @@ class PackedRowwiseParallel(_PackedParallel):
         module.register_forward_pre_hook(partial(self._unpack, device_mesh))
         inner = RowwiseParallel(input_layouts=Replicate())
         inner.src_data_rank = self.src_data_rank
-        inner._apply(module, device_mesh)
-        refuse_second_order(module)
-        return module
+        return inner._apply(module, device_mesh)
 
     def _unpack(self, mesh: DeviceMesh, module: nn.Module, arguments: tuple[Tensor, ...]) -> Any:
         # The row-wise layer gives every rank the whole gradient of its replicated input.

@@ -49,11 +49,9 @@ from meshverse.parallel.models.random_states import host_random_states, set_host
 from meshverse.parallel.models.second_order import refuse_second_order
 from meshverse.parallel.styles.local_styles import (
     CheckedStyle,
-    GatherTokens,
     LocalParameters,
     Replicated,
     SharedKeyGradAllreduce,
-    SplitTokens,
 )
 
 from .equal_modules import style_key, style_text
@@ -82,9 +80,6 @@ _NO_COUNTS = frozenset(
     }
 )
 
-# Styles that refuse second-order gradients themselves, or have nothing to refuse.
-_REFUSE_SECOND_ORDER = (CheckedStyle, StackedStyle, GatherTokens, SplitTokens, Replicated)
-
 
 def apply_tp_plan(
     model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, strict: bool = True
@@ -106,7 +101,7 @@ def apply_tp_plan(
     - LoRA layers are split together with the layer that they adapt.
     - Models of transformers take `labels=` if the plan leaves their logits split, as DTensors.
     - Shared parameters, such as tied embeddings, are still shared afterwards.
-    - Second-order gradients (`create_graph=True`) through split layers, which would lack terms,
+    - Second-order gradients (`create_graph=True`) of the model's outputs, which would lack terms,
       raise RuntimeError.
     - All ranks of the mesh get the random states of its first rank, so that dropout is the same.
 
@@ -197,8 +192,7 @@ def _apply(
     with keeping_attributes(model):
         for name in own_names:
             parallelize_module(model.get_submodule(name), tp_mesh, styles[name])
-            if not isinstance(styles[name], _REFUSE_SECOND_ORDER):
-                refuse_second_order(model.get_submodule(name))
+    refuse_second_order(model)
     for name in frozen:  # torch's SequenceParallel unfreezes them
         model.get_parameter(name).requires_grad_(False)
     for module, attribute, count in local_heads:
