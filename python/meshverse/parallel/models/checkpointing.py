@@ -234,8 +234,8 @@ class _State(NamedTuple):
     """State of a layer and of what it shares, before a forward."""
 
     buffers: _Buffers
-    shared: list[list[Any]] | None = None  # None if it is not compared
-    random: dict[str, Any] = {}
+    shared: list[list[Any]] | None = None  # None if they are not compared, as `random`
+    random: dict[str, Any] | None = None
 
 
 def _buffers_of(modules: Iterable[nn.Module], *, with_values: bool) -> _Buffers:
@@ -272,10 +272,10 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-def _drawn_since(before: dict[str, Any]) -> str:
+def _drawn_since(before: dict[str, Any] | None) -> str:
     """Return the name of a generator whose state is not as before, or ""."""
     now = _random_states() if before else {}
-    return next((name for name, each in before.items() if now[name] != each), "")
+    return next((name for name, each in (before or {}).items() if now[name] != each), "")
 
 
 def _checkpointed(
