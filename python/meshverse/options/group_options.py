@@ -41,7 +41,6 @@ from meshverse._torch_compat.backends import (
 )
 from meshverse._torch_compat.private_names import BackendOptions, ProcessGroup
 
-from .by_axis import by_axis
 from .isolation_tags import IN_MESH_ORDER
 
 # --- a user's arguments --------------------------------------------------------------------------
@@ -115,6 +114,8 @@ def normalize_overrides(
     if overrides is None:
         return ()
     if isinstance(overrides, Mapping):
+        from .by_axis import by_axis  # not loaded by `import meshverse`
+
         values = by_axis(overrides, axis_names, ndim, argument="backend_override")
         return tuple(normalize_override(value) for value in values)
     if isinstance(overrides, str) or not isinstance(overrides, Sequence):

@@ -11,8 +11,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 
-from .by_axis import by_axis
-
 # Each thread and asynchronous task has its own value. A new thread starts without a tag. (From
 # Python 3.14 on, a program can choose that threads inherit the context of the thread that starts
 # them.)
@@ -121,6 +119,8 @@ def normalize_tags(
             f"isolate={isolate!r} of type {type(isolate).__name__}: give one tag for all axes, or "
             "a mapping from axis name or index to a tag."
         )
+    from .by_axis import by_axis  # not loaded by `import meshverse`
+
     tags = by_axis(isolate, axis_names, ndim, argument="isolate")
     return tuple(
         tag_inside(block, tag) if own is None else own_tag(tag, block, check_tag(own))
