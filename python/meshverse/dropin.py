@@ -79,6 +79,8 @@ def _update_hooks() -> None:
 
 
 _new_before = StockDeviceMesh.__new__ if "__new__" in vars(StockDeviceMesh) else None
+if _new_before is not None and _new_before.__module__ == __name__:  # of this module, before reload
+    _new_before = None
 # Set once and never removed: CPython cannot remove a __new__ from a class without breaking it.
 # `inspect` reads the signature of a class from __new__ first, so these two lines restore it.
 _new.__signature__ = inspect.signature(StockDeviceMesh.__init__)  # type: ignore[attr-defined]

@@ -402,6 +402,7 @@ def test_a_replaced_method_of_torchs_class_does_not_reach_our_meshes(
 
 
 _HOOK_BEFORE = """
+import importlib
 from torch.distributed.device_mesh import DeviceMesh
 made = []
 def new(cls, *arguments, **named):
@@ -417,6 +418,9 @@ assert made == ["cpu"]
 meshverse.install()
 assert type(DeviceMesh("cpu", [0, 1, 2, 3])) is meshverse.DeviceMesh
 assert made == ["cpu"]
+meshverse.uninstall()
+importlib.reload(meshverse.dropin)
+assert type(DeviceMesh("cpu", [0, 1, 2, 3])) is DeviceMesh
 """
 
 

@@ -249,7 +249,9 @@ def test_targets_that_were_not_counted_are_refused() -> None:
                 assert loss_of(logits, targets) == loss_of(logits, targets)
             assert loss_of(logits, targets) == loss_of(logits, targets)
             for _ in range(2):
-                with pytest.raises(RuntimeError, match="3 more targets, and 0 of those that count"):
+                with pytest.raises(
+                    RuntimeError, match="3 targets, but only 0 counted ones are left"
+                ):
                     loss_of(logits, targets)
 
 
@@ -261,3 +263,24 @@ def test_a_loss_may_be_checkpointed() -> None:
         loss_of.count(targets)
         checkpoint(loss_of, logits, targets, use_reentrant=False).backward()
         assert logits.grad is not None
+
+
+def test_several_losses_of_each_target_are_allowed_if_it_is_said() -> None:
+    with fake_world(1):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        loss_of = LossPerToken(nn.Linear(2, 2), mesh, losses_per_target=2)
+        logits, targets = torch.zeros(1, 3, 5), torch.ones(1, 3, dtype=torch.long)
+        loss_of.count(targets)
+        assert loss_of(logits, targets) == loss_of(logits, targets)
+        with pytest.raises(RuntimeError, match="pass losses_per_target="):
+            loss_of(logits, targets)
+
+
+def test_a_loss_is_compiled_as_one_graph() -> None:
+    with fake_world(1):
+        mesh, _ = create_fsdp2_device_mesh(ParallelismSizes())
+        loss_of = LossPerToken(nn.Linear(2, 2), mesh)
+        logits, targets = torch.zeros(1, 3, 5), torch.ones(1, 3, dtype=torch.long)
+        loss_of.count(targets)
+        compiled = torch.compile(lambda *given: loss_of(*given), backend="eager", fullgraph=True)
+        assert compiled(logits, targets) == loss_of(logits, targets)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from helpers.crew import Crew
 from helpers.tiers import in_tiers
@@ -165,6 +165,56 @@ def test_a_context_in_which_no_attention_is_split_is_refused(crew: Crew, is_call
         assert is_restored
 
 
+def _masked(by_name: bool) -> bool:
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+    tokens, own = _tokens(), F.scaled_dot_product_attention
+    implementation._has_split.clear()
+    mask = torch.ones(_LENGTH // 2, _LENGTH // 2, dtype=torch.bool)
+    given = [*torch.ones(3, 1, 2, _LENGTH // 2, 4), *([] if by_name else [mask])]
+    named = {"attn_mask": mask} if by_name else {}
+    split = context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1])
+    with _cpu_allowed(), pytest.raises(ValueError, match="has a mask, and torch's"), split:
+        F.scaled_dot_product_attention(*given, **named)
+    return torch.equal(tokens, _tokens()) and F.scaled_dot_product_attention is own
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_mask_is_refused(crew: Crew, by_name: bool) -> None:
+    assert crew.run(_masked, 2, by_name) == [True, True]
+
+
+def _windowed(window: int | None) -> str:
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
+        sliding_window=window,
+    )  # fmt: skip
+    mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
+    model = AutoModelForCausalLM.from_config(config)
+    model = fsdp2_strategy_parallelize(model, mesh, mp_policy=_EXACT)
+    inputs, positions = (
+        torch.ones(2, _LENGTH, dtype=torch.long),
+        torch.arange(_LENGTH)[None].clone(),
+    )
+    split = context_parallel(mesh, buffers=[inputs, positions], buffer_seq_dims=[1, 1])
+    try:
+        with _cpu_allowed(), attention_for_cpus(), split:
+            model(inputs, position_ids=positions, use_cache=False).logits.sum().backward()
+    except ValueError as error:
+        return str(error)
+    model(inputs)  # whole sequences
+    return ""
+
+
+def test_a_window_shorter_than_the_sequences_is_refused(crew: Crew) -> None:
+    for window in (None, _LENGTH, 2 * _LENGTH):
+        assert crew.run(_windowed, 2, window) == ["", ""]
+    for message in crew.run(_windowed, 2, _LENGTH * 3 // 4):
+        assert (
+            f"sliding_window=12, and context parallelism splits sequences of {_LENGTH}" in message
+        )
+
+
 def _fails() -> bool:
     mesh, _ = create_fsdp2_device_mesh(ParallelismSizes(cp_size=2))
     own = F.scaled_dot_product_attention
@@ -293,6 +343,7 @@ _FLAT = torch.arange(_LENGTH + 1)
             r"lengths \[16, 32\] must have one length",
         ),
         ([torch.ones(1, 6)], [1], r"lengths \[6\] must .* divisible by the 4 ranks"),
+        ([torch.ones(1, 4)], [1], "4 tokens over 4 ranks .* causal attention for one token"),
         ([nn.Parameter(torch.ones(1, _LENGTH))], [1], "Buffer 0 .* not require a gradient"),
         ([_tokens(), _BATCH[:, :-1]], [1, 1], r"Buffer 1 .* must be contiguous.*clone\(\)"),
         ([_FLAT[:-1], _FLAT[1:]], [0, 0], "Buffers 0 and 1 share memory"),

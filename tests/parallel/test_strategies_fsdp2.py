@@ -23,7 +23,12 @@ from tiny_models import (
     train,
 )
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -287,27 +292,37 @@ class _Tower(nn.Module):
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, n_layers: int | None = None) -> torch.Tensor:
         hidden = self.first(hidden)
-        for layer in self.layers:
+        for layer in self.layers[:n_layers]:
             hidden = hidden + layer(hidden).tanh()
         return self.last(hidden)
 
 
-_AFTER_EVALUATION = ("an optimizer", "zero_grad", "clipping", "freezing")
+_AFTER_EVALUATION: dict[str, tuple[str, dict[str, Any]]] = {
+    "an optimizer": ("an optimizer", {}),
+    "zero_grad": ("zero_grad", {}),
+    "clipping": ("clipping", {}),
+    "freezing": ("freezing", {}),
+    "layers alone": ("layers alone", {}),
+    "kept": ("evaluations", {"reshard_after_forward": False}),
+    "layers alone, kept": ("layers alone", {"reshard_after_forward": False}),
+    "an early exit": ("an early exit", {"enable_fsdp2_prefetch": True}),
+}
 
 
-@pytest.mark.parametrize("use", _AFTER_EVALUATION)
-def test_a_forward_without_gradients_leaves_the_parameters_of_the_optimizer(crew, use) -> None:
+@pytest.mark.parametrize("name", _AFTER_EVALUATION)
+def test_a_forward_without_gradients_leaves_the_parameters_of_the_optimizer(crew, name) -> None:
+    use, settings = _AFTER_EVALUATION[name]
     weights, norms = _train_with_evaluations(use)
-    for sharded, sharded_norms in crew.run(_train_with_evaluations_sharded, 2, use):
+    for sharded, sharded_norms in crew.run(_train_with_evaluations_sharded, 2, use, settings):
         assert sharded_norms == pytest.approx(norms)
         for name, weight in weights.items():
             assert torch.allclose(torch.from_numpy(sharded[name]), torch.from_numpy(weight)), name
 
 
-def _train_with_evaluations_sharded(use: str) -> Any:
-    return _train_with_evaluations(use, _manager({}).parallelize)
+def _train_with_evaluations_sharded(use: str, settings: dict[str, Any]) -> Any:
+    return _train_with_evaluations(use, _manager({}, **settings).parallelize)
 
 
 def _train_with_evaluations(use: str, parallelize: Any = lambda model: model) -> Any:
@@ -317,21 +332,32 @@ def _train_with_evaluations(use: str, parallelize: Any = lambda model: model) ->
 
     def evaluate() -> None:
         with torch.no_grad():
-            model(inputs)
+            if use == "layers alone":
+                model.layers[1](model.layers[0](inputs))
+            else:
+                model(inputs, 1 if use == "an early exit" else None)
 
     if use == "an optimizer":
         evaluate()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(inputs).square().mean().backward()
-        if use == "clipping":
+        if use != "an optimizer":
             evaluate()
+        if use == "clipping":
             norms.append(float(clip_grad_norm_(model.parameters(), 0.01)))
         optimizer.step()
+        optimizer.zero_grad()
         evaluate()
-        model.zero_grad()
+        if use == "zero_grad":
+            model(inputs).sum().backward()
+            evaluate()
+            model.zero_grad()
         if use == "freezing":
             model.last.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # with reshard_after_forward=False, some are gathered
+            module.reshard()
     return {name: weight.numpy() for name, weight in full_weights(model).items()}, norms
 
 
@@ -501,7 +527,9 @@ def test_a_parameter_of_two_models_is_refused_in_the_second(world) -> None:
     critic.layers[1][0].weight = actor.layers[1][0].weight
     manager = FSDP2Manager(config, mesh)
     manager.parallelize(actor)
-    with pytest.raises(ValueError, match=r"'layers.1.0.weight', which was a parameter of another"):
+    with pytest.raises(
+        ValueError, match=r"'layers.1.0.weight', which is shared with another model"
+    ):
         manager.parallelize(critic)
     manager.parallelize(_Toy())
 
@@ -539,6 +567,8 @@ def test_parameters_that_are_added_after_sharding_are_refused(world) -> None:
         with pytest.raises(RuntimeError, match=r"'layers\.1\.0\.adapter\.weight' was added after"):
             model(hidden)
     model.layers[1][0].adapter.requires_grad_(False)
+    model.own = nn.Linear(4, 4)  # which the program shards itself
+    fully_shard(model.own, mesh=mesh["dp_shard"])
     model(hidden)
 
 

@@ -70,13 +70,22 @@ def _of_module(module: nn.Module) -> Iterator[HeldGroup]:
 
 
 def _parts_of_fsdp(module: Any) -> Iterator[object]:
+    for group in _param_groups(module):
+        yield from (group._all_gather_comm, group._reduce_scatter_comm)
+        for owner in (group, *group.fsdp_params):
+            yield from (owner.mesh_info, owner.post_forward_mesh_info)
+
+
+def _param_groups(module: Any) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # before 2.13: at most one
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        if group is not None:
-            yield from (group._all_gather_comm, group._reduce_scatter_comm)
-            for owner in (group, *group.fsdp_params):
-                yield from (owner.mesh_info, owner.post_forward_mesh_info)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in groups if group is not None]
+
+
+def awaits_all_gather(module: Any) -> bool:
+    """Whether FSDP2 has begun to gather a module's parameters, and nothing uses them yet."""
+    return any(group._all_gather_result is not None for group in _param_groups(module))
 
 
 def _of_pipeline(one: object) -> list[HeldGroup] | None:

@@ -200,7 +200,8 @@ def watch(
             new group counts as stuck, from 1 s to 7 days; None ends the watch.
         on_stuck: function that is called with a `Hang` on each rank that waits in a stuck group, in
             a thread of the watch: for example to end the job, or to page somebody. It does not
-            run on the ranks that these wait for. Its errors are logged.
+            run on the ranks that these wait for. If the store answers only later, it is called
+            again, with the whole verdict. Its errors are logged.
 
     Returns:
         The watch, which replaces an earlier one; `stop()` ends it. None for `seconds=None`.

@@ -124,7 +124,10 @@ def test_a_program_that_a_command_runs_has_what_the_import_does(tmp_path: Path) 
         "print(any('load_mesh' in str(one) for one in torch.serialization.get_safe_globals()))\n"
     )
     command = ("-m", "meshverse", "run", str(tmp_path / "program.py"))
-    assert _run(*command, MESHVERSE_WATCH="60").stdout == "['meshverse watch']\nTrue\n"
+    assert (
+        _run(*command, MESHVERSE_WATCH="60").stdout
+        == "['meshverse watch', 'meshverse watch, alone']\nTrue\n"
+    )
     assert _run(*command, MESHVERSE_WATCH="").stdout == "[]\nTrue\n"
 
 

@@ -52,6 +52,8 @@ class LossPerToken:
         device_mesh: mesh that `create_device_meshes` returned.
         dp_cp_mesh_name: its axis over all ranks with different tokens.
         ignore_index: target of positions that do not count.
+        losses_per_target: number of losses that a step computes of each target, such as 2 if a
+            second head predicts the same tokens.
 
     Attributes:
         tokens: number of tokens that the last `count` found, in a tensor without dimensions; None
@@ -69,6 +71,7 @@ class LossPerToken:
         *,
         dp_cp_mesh_name: str = "dp_cp",
         ignore_index: int = -100,
+        losses_per_target: int = 1,
     ) -> None:
         models = [model] if isinstance(model, nn.Module) else list(model)
         self._mesh, self._data = device_mesh, get_flat_mesh(device_mesh, dp_cp_mesh_name)
@@ -78,7 +81,8 @@ class LossPerToken:
         self.tokens: Tensor | None = None
         self._n_cp = axis_size(device_mesh, "cp")
         self._counted: set[tuple[int, ...]] = set()  # shapes of the targets that were counted
-        self._n_left = 0  # positions that were counted, and of which the loss was not asked yet
+        self._losses_per_target = losses_per_target
+        self._n_left = 0  # counted targets whose loss has not been computed yet
         self._is_taken = False  # whether those of the batch that is run were subtracted
         for each in models:
             if self._data.size() > 1 and not isinstance(each, FSDPModule):
@@ -112,7 +116,7 @@ class LossPerToken:
             Models of transformers take it as `num_items_in_batch=` beside `labels=`.
         """
         self._counted = {tuple(each.shape) for each in targets}
-        self._n_left = sum(each.numel() for each in targets)
+        self._n_left = self._losses_per_target * sum(each.numel() for each in targets)
         own = sum((each.ne(self._ignored).sum() for each in targets), torch.tensor(0))
         self.tokens = own.to(self._device)
         dist.all_reduce(self.tokens, group=self._data.get_group())
@@ -152,8 +156,10 @@ class LossPerToken:
                 "microbatches of the step."
             )
 
-        # Backward may compute a checkpointed loss again.
-        if torch.is_grad_enabled() and not (self._is_taken or is_in_backward()):
+        # Compiled code would be compiled again for each number that is left, and backward may
+        # compute a checkpointed loss again.
+        counts = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if counts and not (self._is_taken or is_in_backward()):
             self._take(targets)
 
         def total(logits: Tensor, targets: Tensor) -> Tensor:
@@ -181,9 +187,10 @@ class LossPerToken:
         """Raise RuntimeError if these targets were not counted; count them once only."""
         if targets.numel() > self._n_left:
             raise RuntimeError(
-                f"LossPerToken got {targets.numel()} more targets, and {self._n_left} of those "
-                "that count() got are left: the loss would be divided by the tokens of other "
-                "ones. Call count(*targets) once per step, with all of its microbatches."
+                f"LossPerToken got {targets.numel()} targets, but only {self._n_left} counted ones "
+                "are left, so the loss would be divided by the tokens of other ones. Call "
+                "count(*targets) before each pass over a batch, with all its microbatches. If a "
+                "step computes several losses of each target, pass losses_per_target=."
             )
         self._n_left -= targets.numel()
 

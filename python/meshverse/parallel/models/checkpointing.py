@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import re
 import sys
@@ -20,6 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from meshverse.parallel.config import CheckpointingMode, CheckpointingScope, checkpointing_parts
 
 from .modules import child_name, has_forward, layer_lists
+from .random_states import (
+    host_random_states,
+    same_host_random_states,
+    set_host_random_states,
+)
 from .selective import selective_contexts
 from .shared_objects import SharedObjects, tensor_version
 from .trials import OF_EVERY_MODULE, leaves_in
@@ -44,8 +48,8 @@ def apply_activation_checkpointing(
     parts, `use_cache` becomes False, because a layer that runs twice would fill its cache twice.
 
     A layer's forward must be repeatable. It raises RuntimeError if it changes a buffer or, in its
-    first run, an object that layers share; or if it then draws random numbers from Python's
-    `random` or NumPy's global generator.
+    first run, leaves a tensor with gradients in an object that layers share. Numbers from Python's
+    `random` and NumPy's global generator are drawn again, if the first run drew some.
 
     Args:
         model: the model, changed in place.
@@ -181,36 +185,35 @@ class _Watch:
         with_buffers: modules of the layer that have buffers, once it has run; None before. Objects,
             random states, and values of buffers whose version is the same, are compared in the
             first run only: this is slow, and waits for the GPU.
+        draws: whether the first run drew random numbers from Python's `random` or NumPy's global
+            generator. Then backward draws the same ones again; `checkpoint` restores torch's.
     """
 
     name: str
     layer: nn.Module
     shared: SharedObjects
     with_buffers: list[nn.Module] | None = None
+    draws: bool = False
 
     def state(self) -> _State:
         """Return what is compared after a forward."""
         if self.with_buffers is not None:
-            return _State(_buffers_of(self.with_buffers, with_values=False))
+            random = host_random_states() if self.draws else None
+            return _State(_buffers_of(self.with_buffers, with_values=False), random=random)
         buffers = _buffers_of(self.layer.modules(), with_values=True)
-        return _State(buffers, self.shared.contents(), _random_states())
+        return _State(buffers, self.shared.contents(), host_random_states())
 
     def check(self, before: _State) -> None:
         """Raise RuntimeError if a forward changed something since `before`."""
         cure = "If it only fills a cache, run the model once in torch.no_grad() first. Otherwise, "
         if changed := self._changed_buffer(before.buffers):
             what = f"changes its buffer {changed!r}"
-        elif before.shared is not None and (changed := self.shared.changed_since(before.shared)):
-            what = f"changes {changed}, which other layers refer to"
-        elif changed := _drawn_since(before.random):
-            what = f"draws random numbers from {changed}"
-            cure = (
-                "Draw them with torch, whose random states checkpointing restores; if another "
-                "thread drew them, give it a generator of its own. Otherwise, "
-            )
+        elif before.shared is not None and (changed := self.shared.graph_left_in(before.shared)):
+            what = f"leaves a tensor with gradients in {changed}, which other layers refer to"
         else:
             if self.with_buffers is None:
                 self.with_buffers = [each for each in self.layer.modules() if each._buffers]
+                self.draws = before.random != host_random_states()
             return
         raise RuntimeError(
             f"The forward of the checkpointed layer {self.name!r} ({type(self.layer).__name__}) "
@@ -235,7 +238,7 @@ class _State(NamedTuple):
 
     buffers: _Buffers
     shared: list[list[Any]] | None = None  # None if they are not compared, as `random`
-    random: dict[str, Any] | None = None
+    random: bytes | None = None
 
 
 def _buffers_of(modules: Iterable[nn.Module], *, with_values: bool) -> _Buffers:
@@ -252,7 +255,8 @@ def _buffers_of(modules: Iterable[nn.Module], *, with_values: bool) -> _Buffers:
 def _value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    return tensor.detach().flatten().view(torch.uint8).clone()
+    whole = tensor.detach().resolve_conj().resolve_neg()
+    return whole.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def _is_changed(before: _Buffer, now: _Buffer) -> bool:
@@ -261,21 +265,6 @@ def _is_changed(before: _Buffer, now: _Buffer) -> bool:
     if before.value is None or now.value is None:
         return False
     return not torch.equal(before.value, now.value)
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of the random generators that torch's `checkpoint` does not restore."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    if numpy := sys.modules.get("numpy.random"):
-        # As bytes: the state consists of an array and numbers, and `==` of arrays is another one.
-        states["NumPy's global generator"] = pickle.dumps(numpy.get_state(legacy=False))
-    return states
-
-
-def _drawn_since(before: dict[str, Any] | None) -> str:
-    """Return the name of a generator whose state is not as before, or ""."""
-    now = _random_states() if before else {}
-    return next((name for name, each in (before or {}).items() if now[name] != each), "")
 
 
 def _checkpointed(
@@ -288,15 +277,21 @@ def _checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
-    is_again = False
+    before: _State | None = None
 
     def run(*arguments: Any) -> Any:
-        nonlocal is_again
+        nonlocal before
         # Code that torch.compile gets into one graph changes buffers once. It calls the rest, for
         # which torch does not compile a checkpointed layer, as if nothing was compiled.
-        if torch.compiler.is_dynamo_compiling() or is_again:
+        if torch.compiler.is_dynamo_compiling():
             return forward(*arguments, **keywords)
-        is_again, before = True, watch.state()
+        if before is not None:  # backward repeats it
+            if not (watch.draws and before.random):
+                return forward(*arguments, **keywords)
+            with same_host_random_states():
+                set_host_random_states(before.random)
+                return forward(*arguments, **keywords)
+        before = watch.state()
         output = forward(*arguments, **keywords)
         watch.check(before)
         return output

@@ -56,9 +56,8 @@ def why_not_replaced(parameter: nn.Parameter) -> str | None:
     """Return what would be lost if another parameter replaced this one, and the cure, or None."""
     if hasattr(parameter, _WAS_REPLACED):
         return (
-            "was a parameter of another model, too, in which a split or sharded one has replaced "
-            "it: the two models would no longer share it. Make them parts of one module, and "
-            "parallelize that"
+            "is shared with another model that is already split or sharded: the two would no "
+            "longer share it. Make them parts of one module, and parallelize that"
         )
     if has_gradient_hooks(parameter):
         return (
@@ -186,7 +185,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _slots(value: Any) -> Iterator[Any]:
-    """Yield the values of an object's slots: it may have no `__dict__`, as of a dataclass."""
+    """Yield the values of an object's slots: with them, it may have no `__dict__`."""
     for base in type(value).__mro__:
         for member in vars(base).values() if "__slots__" in vars(base) else ():
             if isinstance(member, MemberDescriptorType):

@@ -1,4 +1,4 @@
-"""Random states: those of torch, of Python's `random` and of NumPy's global functions.
+"""Random states of torch, Python's `random` and NumPy's global generator.
 
 Example:
     >>> with same_random_state(torch.device("cpu")):
@@ -23,10 +23,20 @@ import torch
 @contextmanager
 def same_random_state(device: torch.device) -> Iterator[None]:
     """Set random states back on leaving: those of torch on the CPU and a device, and the host's."""
-    kind, states = device.type, host_random_states()
+    kind = device.type
+    with (
+        same_host_random_states(),
+        torch.random.fork_rng([] if kind == "cpu" else [device], device_type=kind),
+    ):
+        yield
+
+
+@contextmanager
+def same_host_random_states() -> Iterator[None]:
+    """Set the states of `random` and `numpy.random` back on leaving."""
+    states = host_random_states()
     try:
-        with torch.random.fork_rng([] if kind == "cpu" else [device], device_type=kind):
-            yield
+        yield
     finally:
         set_host_random_states(states)
 

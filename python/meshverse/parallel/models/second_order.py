@@ -34,13 +34,17 @@ def differentiable_once(output: Tensor) -> Tensor:
 
 def refuse_second_order(module: nn.Module) -> None:
     """Let second-order gradients through a module's outputs raise, as `differentiable_once`."""
-    module.register_forward_hook(_of_outputs)
+    module.register_forward_hook(_of_outputs, with_kwargs=True)
 
 
-def _of_outputs(module: nn.Module, arguments: Any, output: Any) -> None:
-    for each in tree_leaves(output):
-        if isinstance(each, Tensor):
-            differentiable_once(each)
+def _of_outputs(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+    given = {id(each) for each in tree_leaves((arguments, keywords))}
+    for leaf in tree_leaves(output):
+        inside = getattr(leaf, "__dict__", None)  # of a dataclass, or another object
+        for each in [leaf] if isinstance(leaf, Tensor) else tree_leaves(inside):
+            # The caller's own tensors, and leaves, have no gradients from this module.
+            if isinstance(each, Tensor) and id(each) not in given and each.grad_fn is not None:
+                differentiable_once(each)
 
 
 def _refuse_second_order(gradient: Tensor) -> None:

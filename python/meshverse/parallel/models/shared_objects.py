@@ -63,6 +63,21 @@ class SharedObjects:
                 return f"the {type(each).__name__} {name!r}"
         return ""
 
+    def graph_left_in(self, before: list[list[Any]]) -> str:
+        """Return an object as `changed_since`, in which there is a new tensor with gradients.
+
+        Not what was appended to a list, such as losses that the program sums: layers rarely read
+        it. A counter or a cache does not change gradients.
+        """
+        for (name, each), earlier in zip(self._objects.items(), before, strict=True):
+            if isinstance(each, list | set | deque | tuple):
+                continue
+            old = {*map(id, earlier)}
+            for one in _contents(each):
+                if isinstance(one, torch.Tensor) and one.requires_grad and id(one) not in old:
+                    return f"the {type(each).__name__} {name!r}"
+        return ""
+
 
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; 0 for inference tensors, which do not say."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["check_no_parameters_are_added"]
 
@@ -33,6 +34,8 @@ class _Check:
         for name, owner in model.named_modules():
             for own, parameter in owner._parameters.items():
                 is_added = (id(owner), own) not in self._known
+                if isinstance(parameter, DTensor):  # the program shards it itself
+                    continue
                 if is_added and parameter is not None and parameter.requires_grad:
                     raise RuntimeError(
                         f"{f'{name}.{own}'.lstrip('.')!r} was added after {type(model).__name__} "

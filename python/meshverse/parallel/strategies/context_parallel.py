@@ -13,10 +13,11 @@ import functools
 import itertools
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel as split_by_torch
 from torch.nn import functional as F
@@ -28,6 +29,8 @@ from meshverse.parallel.models.packed_sequences import without_masks_for_packed_
 # Devices and kernels for which torch implements attention over parts of sequences. With other
 # kernels, attention would treat a rank's parts, which are out of order, as a whole sequence.
 _DEVICES = ("cuda",)
+# In a context, the whole length of its sequences.
+_whole_length: ContextVar[int | None] = ContextVar("meshverse_whole_length", default=None)
 _has_split = threading.Event()  # set once attention has been split in this process
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
@@ -67,8 +70,9 @@ def context_parallel(
             anything: calls in compiled code are not seen.
         NotImplementedError: torch has no such attention for the mesh's device, such as the CPU.
         ValueError: a buffer lacks its dim, shares memory with another buffer, requires a gradient
-            or is not contiguous; or lengths differ, or are not divisible by the number of ranks.
-            Nothing is changed then.
+            or is not contiguous; or lengths differ, are not divisible by the number of ranks, or
+            are equal to it. Nothing is changed then. Inside, the first attention has a mask; or a
+            model that `fsdp2_strategy_parallelize` returned has a window of fewer tokens.
     """
     axes = mesh.mesh_dim_names or ()
     if "cp" not in axes and mesh.ndim != 1:
@@ -86,7 +90,7 @@ def context_parallel(
             "has no attention for parts of sequences on this device, only on "
             f"{', '.join(_DEVICES)}. Use cp_size=1, or give each of these ranks its own sequences."
         )
-    _check(buffers, buffer_seq_dims, cp_mesh.size())
+    whole = _check(buffers, buffer_seq_dims, cp_mesh.size())
     # Non-negative dims: torch handles negative ones wrongly.
     dims = [dim % buffer.ndim for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)]
     kept = set(no_restore_buffers)
@@ -94,12 +98,14 @@ def context_parallel(
         cp_mesh, buffers=list(buffers), buffer_seq_dims=dims, no_restore_buffers=kept
     )
     split.__enter__()
+    length = _whole_length.set(whole)
     try:
         # Positions jump from a rank's front part to its end part, like those of packed sequences.
         with sdpa_kernel(_KERNELS), without_masks_for_packed_sequences(), _noted_attention():
             yield
     finally:
         # Without the exception: with one, torch 2.11 restores neither buffers nor attention.
+        _whole_length.reset(length)
         split.__exit__(None, None, None)
     if not _has_split.is_set() and not has_compiled():
         raise RuntimeError(
@@ -122,6 +128,15 @@ def _noted_attention() -> Iterator[None]:
     @functools.wraps(split_attention)
     def noted(*arguments: Any, **keywords: Any) -> Tensor:
         if not torch.compiler.is_compiling():
+            if keywords.get("attn_mask") is not None or any(
+                each is not None for each in arguments[3:4]
+            ):
+                raise ValueError(
+                    "scaled_dot_product_attention has a mask, and torch's attention over parts of "
+                    "sequences takes none. Leave padding masks out: with causal attention, pad at "
+                    "the end and give padded tokens labels of -100. Models whose attention has a "
+                    "sliding window need cp_size=1."
+                )
             _has_split.set()
         return split_attention(*arguments, **keywords)
 
@@ -133,8 +148,48 @@ def _noted_attention() -> Iterator[None]:
         functions.scaled_dot_product_attention = split_attention
 
 
-def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
-    """Check that each buffer has its dim, a length divisible by the ranks, and its own memory."""
+def refuse_short_windows(model: nn.Module) -> None:
+    """Have a model of transformers raise ValueError where sequences are longer than its window.
+
+    From the tokens of one rank, transformers would conclude that all are in the window, and use no
+    mask: then attention would see all of the sequence.
+    """
+    windows = dict[str, int]()
+    for config in _configs(getattr(model, "config", None)):
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None or any(kind != "full_attention" for kind in kinds):
+            for name in ("sliding_window", "attention_chunk_size"):
+                if isinstance(window := getattr(config, name, None), int):
+                    windows[name] = min(window, windows.get(name, window))
+    if windows:
+        model.register_forward_pre_hook(functools.partial(_check_windows, windows))
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """Yield a config and those in it, such as that of a multimodal model's language model."""
+    for each in (config, *vars(config).values()) if hasattr(config, "__dict__") else ():
+        # Some configs have the size of a window that they do not use.
+        if getattr(each, "use_sliding_window", True):
+            yield each
+
+
+def _check_windows(windows: dict[str, int], model: nn.Module, _: Any) -> None:
+    length = _whole_length.get()
+    for name, window in windows.items():
+        if length is not None and length > window:
+            raise ValueError(
+                f"{type(model).__name__} has {name}={window}, and context parallelism splits "
+                f"sequences of {length} tokens: torch's attention over parts of sequences has no "
+                "windows. Use shorter sequences, another model, or cp_size=1."
+            )
+
+
+def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> int:
+    """Return the length of the sequences, if buffers can be split along it.
+
+    Raises:
+        ValueError: a buffer lacks its dim, or memory of its own; or ranks cannot share the length.
+    """
     if not buffers or len(buffers) != len(dims):
         raise ValueError(
             f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one or more buffers, "
@@ -155,6 +210,11 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
             f"Buffers of lengths {lengths} must have one length, divisible by the {ranks} ranks of "
             "context parallelism. Pad the sequences."
         )
+    if lengths[0] == ranks:
+        raise ValueError(
+            f"Sequences of {lengths[0]} tokens over {ranks} ranks of context parallelism: models "
+            "of transformers do not use causal attention for one token per rank. Pad the sequences."
+        )
     starts = [(each.data_ptr(), number) for number, each in enumerate(buffers)]
     for (first_start, first), (start, second) in itertools.pairwise(sorted(starts)):
         if start < first_start + buffers[first].nbytes:
@@ -162,3 +222,4 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> None:
                 f"Buffers {first} and {second} share memory: splitting one would change the other. "
                 "Give clones of them."
             )
+    return lengths[0]

@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -44,6 +43,7 @@ from meshverse.parallel.experts.expert_parallel import apply_expert_parallelism,
 from meshverse.parallel.experts.sharding import choose_moe_mesh, shard_experts
 from meshverse.parallel.meshes.degrees import degree
 from meshverse.parallel.meshes.submesh import (
+    axis_size,
     check_class,
     check_covered,
     get_flat_mesh,
@@ -67,6 +67,8 @@ from meshverse.parallel.models.parameters import (
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
 from .added_parameters import check_no_parameters_are_added
+from .context_parallel import refuse_short_windows
+from .evaluations import reshard_after_evaluations
 from .layer_outputs import check_outputs
 
 _logger = logging.getLogger(__name__)
@@ -222,9 +224,10 @@ def fsdp2_strategy_parallelize(
         )
     if config.reduce_unused_parameters:
         getattr(model, _REDUCE_UNUSED)(True)  # not in all versions of torch
-    last_items = [] if config.reshard_after_forward is False else _last_items(model)
-    model.register_forward_hook(partial(_reshard_after_evaluation, last_items))
+    reshard_after_evaluations(model, is_kept=config.reshard_after_forward is False)
     check_no_parameters_are_added(model)
+    if axis_size(device_mesh, "cp") > 1:
+        refuse_short_windows(model)
     check_outputs(model, {"": model, **dict(chain.from_iterable(layer_lists(model)))})
     if config.enable_compile:
         compile_layers(model, are_split=tp_mesh.size() > 1)
@@ -404,24 +407,6 @@ def apply_fsdp_sharding_recursively(
                 item.set_modules_to_forward_prefetch(following)
             if preceding := items[max(0, index - backward) : index][::-1]:
                 item.set_modules_to_backward_prefetch(preceding)
-
-
-def _last_items(model: nn.Module) -> list[FSDPModule]:
-    return [cast("FSDPModule", items[-1][1]) for items in layer_lists(model)]
-
-
-def _reshard_after_evaluation(
-    last_items: Sequence[FSDPModule], model: nn.Module, _arguments: Any, _output: Any
-) -> None:
-    """Reshard what FSDP2 keeps gathered for backward, after a forward without gradients.
-
-    Until then, `model.parameters()` are temporary tensors: an optimizer that is created with them
-    trains nothing, and `model.zero_grad()` and the clipping of gradients do not reach the shards.
-    """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    for module in (cast("FSDPModule", model), *last_items):
-        module.reshard()
 
 
 def _check_can_offload(policy: OffloadPolicy | None) -> None:

@@ -255,7 +255,7 @@ def synchronize_random_state(mesh: DeviceMesh) -> None:
     NumPy's global functions. Between split layers, all ranks of tensor parallelism have the same
     activations, and must draw the same random numbers, such as for dropout. `apply_tp_plan` calls
     this. After you set a new seed, or some of the ranks drew numbers, call it again on all ranks.
-    A generator object is the caller's to seed alike on all ranks.
+    Seed your own generator objects identically on all ranks.
 
     Example:
         >>> torch.manual_seed(seed + rank)  # doctest: +SKIP
