@@ -39,6 +39,10 @@ _INDUCTOR = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="run a part of the files: 2/3 is the second of three")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers and ranks inherit this
         os.environ.update(_INDUCTOR, TORCHINDUCTOR_CACHE_DIR=tempfile.mkdtemp(prefix="inductor-"))
@@ -71,6 +75,12 @@ def pytest_collection_modifyitems(
         if isinstance(item, pytest.Function) and not _THREADS.isdisjoint(vars(item.module)):
             item.add_marker(pytest.mark.threads)
     yield
+    if part := config.getoption("part"):
+        number, count = map(int, part.split("/"))
+        files = {path: index for index, path in enumerate(sorted({item.path for item in items}))}
+        others = [item for item in items if (files[item.path] - number + 1) % count]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if (files[item.path] - number + 1) % count == 0]
     is_random = config.getoption("random_order_bucket", None) is not None
     if hasattr(config, "workerinput") and not is_random:  # a worker has one file at a time
         # Long files first, so that no worker runs one at the end, alone. Real processes take long.
