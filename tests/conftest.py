@@ -77,10 +77,9 @@ def pytest_collection_modifyitems(
     yield
     if part := config.getoption("part"):
         number, count = map(int, part.split("/"))
-        files = {path: index for index, path in enumerate(sorted({item.path for item in items}))}
-        others = [item for item in items if (files[item.path] - number + 1) % count]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if (files[item.path] - number + 1) % count == 0]
+        files = {*sorted({item.path for item in items})[number - 1 :: count]}
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
     is_random = config.getoption("random_order_bucket", None) is not None
     if hasattr(config, "workerinput") and not is_random:  # a worker has one file at a time
         # Long files first, so that no worker runs one at the end, alone. Real processes take long.

@@ -274,6 +274,9 @@ def test_several_losses_of_each_target_are_allowed_if_it_is_said() -> None:
         assert loss_of(logits, targets) == loss_of(logits, targets)
         with pytest.raises(RuntimeError, match="pass losses_per_target="):
             loss_of(logits, targets)
+        for wrong in (0, 1.5, True):
+            with pytest.raises(ValueError, match="must be an int above 0"):
+                LossPerToken(nn.Linear(2, 2), mesh, losses_per_target=wrong)
 
 
 def test_a_loss_is_compiled_as_one_graph() -> None:

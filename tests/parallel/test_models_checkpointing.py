@@ -202,8 +202,9 @@ _CHANGES = {
 @pytest.mark.parametrize("name", _CHANGES)
 def test_a_forward_that_changes_a_buffer_is_refused(name: str, mode: Any) -> None:
     make, buffer = _CHANGES[name]
-    model = nn.Sequential(nn.ModuleList([_Normed(make())]))
+    model = nn.Sequential(nn.ModuleList([_Normed(make())])).eval()
     apply_activation_checkpointing(model, mode)
+    model.train()
     given = torch.randn(3, 4, requires_grad=True)
     words = f"layer '0.0' (_Normed) changes its buffer '{buffer}'. Backward would run it again"
     with pytest.raises(RuntimeError, match=re.escape(words)):
@@ -213,6 +214,17 @@ def test_a_forward_that_changes_a_buffer_is_refused(name: str, mode: Any) -> Non
     model.eval()
     model[0][0](given).sum().backward()
     assert given.grad is not None
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)]
+)
+def test_running_statistics_are_not_updated_twice(norm: nn.Module, mode: Any) -> None:
+    model = nn.Sequential(nn.ModuleList([_Normed(norm)]))
+    with pytest.raises(ValueError, match=r"layer '0.0' .* statistics of its \w+ 'norm' twice"):
+        apply_activation_checkpointing(model, mode)
+    assert "forward" not in vars(model[0][0])
 
 
 def test_a_change_in_a_later_forward_is_refused() -> None:
@@ -231,7 +243,8 @@ def test_compiled_layers_change_buffers_once_or_are_refused(mode: Any) -> None:
     graph, broken = _Normed(nn.BatchNorm1d(4)), _Normed(_Counted())
     try:
         for layer in (graph, broken):
-            apply_activation_checkpointing(nn.Sequential(nn.ModuleList([layer])), mode)
+            apply_activation_checkpointing(nn.Sequential(nn.ModuleList([layer.eval()])), mode)
+            layer.train()
             layer.compile(backend="aot_eager")
         graph(torch.ones(3, 4)).sum().backward()
         assert graph.norm.num_batches_tracked == 1

@@ -188,7 +188,7 @@ _HOLDERS = {
     "closure": (_hold_in_closure, _OUTPUT),
     "set": (_hold_in_set, _OUTPUT),
     "slots": (_hold_in_slots, _OUTPUT),
-    "hook": (_hold_in_hook, "the attribute 'layers.1._forward_hooks' holds it too"),
+    "hook": (_hold_in_hook, "a forward hook of 'layers.1' holds it too"),
     "other module": (_hold_in_other_module, _OUTPUT),
     "noticing": (_hold_where_attributes_are_noticed, "the attribute 'output.held' holds it too"),
     "buffer": (_hold_in_buffer, "the buffer 'output' has the same memory"),

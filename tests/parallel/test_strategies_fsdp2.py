@@ -321,6 +321,20 @@ def test_a_forward_without_gradients_leaves_the_parameters_of_the_optimizer(crew
             assert torch.allclose(torch.from_numpy(sharded[name]), torch.from_numpy(weight)), name
 
 
+@pytest.mark.parametrize(("reshard", "is_sharded"), [(None, True), (True, True), (False, False)])
+def test_parameters_stay_gathered_after_an_evaluation_only_if_asked(
+    crew, reshard, is_sharded
+) -> None:
+    assert crew.run(_sharded_after_evaluation, 2, reshard) == [{is_sharded}] * 2
+
+
+def _sharded_after_evaluation(reshard: bool | None) -> set[bool]:
+    model = _manager({}, reshard_after_forward=reshard).parallelize(_Tower())
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    return {isinstance(parameter, DTensor) for parameter in model.parameters()}
+
+
 def _train_with_evaluations_sharded(use: str, settings: dict[str, Any]) -> Any:
     return _train_with_evaluations(use, _manager({}, **settings).parallelize)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 from torch.distributed.fsdp import _common_utils
 
@@ -15,9 +18,14 @@ def remove_forward_hooks(module: nn.Module) -> None:
     module._forward_pre_hooks.clear()
 
 
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks around a module's forward. 2.11-2.15."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks around its forward. 2.11-2.15."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether a module has hooks around its forward."""
+    return bool(forward_hooks(module))
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from meshverse import DeviceMesh
 from meshverse._torch_compat.callers import is_in_backward
+from meshverse.parallel.meshes.degrees import is_degree
 from meshverse.parallel.meshes.submesh import axis_size, get_flat_mesh
 from meshverse.parallel.models.modules import stage_of
 
@@ -61,7 +62,8 @@ class LossPerToken:
 
     Raises:
         KeyError: the mesh lacks the axis.
-        ValueError: several ranks have different tokens, but FSDP2 does not shard the model.
+        ValueError: several ranks have different tokens, but FSDP2 does not shard the model; or
+            `losses_per_target` is not an int above 0.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class LossPerToken:
         ignore_index: int = -100,
         losses_per_target: int = 1,
     ) -> None:
+        if not is_degree(losses_per_target):
+            raise ValueError(f"losses_per_target={losses_per_target!r} must be an int above 0.")
         models = [model] if isinstance(model, nn.Module) else list(model)
         self._mesh, self._data = device_mesh, get_flat_mesh(device_mesh, dp_cp_mesh_name)
         kind, self._ignored = device_mesh.device_type, ignore_index

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from meshverse._torch_compat.module_hooks import has_gradient_hooks
+from meshverse._torch_compat.module_hooks import forward_hooks, has_gradient_hooks
 
 from .trials import OF_EVERY_MODULE
 
@@ -22,7 +22,6 @@ _PLAIN = (type(None), str, bytes, bool, int, float, complex, type, ModuleType, t
 _DICTS = (dict, MappingProxyType)
 _CONTAINERS = (*_DICTS, tuple, list, set, frozenset, deque)
 _DEPTH = 2  # objects on the way from an attribute to a tensor
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _WAS_REPLACED = "_meshverse_was_replaced"  # attribute of a parameter
 
 __all__ = ["keeping_attributes", "second_holders", "why_not_replaced", "why_weight_is_not_split"]
@@ -127,10 +126,12 @@ def second_holders(model: nn.Module) -> dict[str, str]:
     registered = {*map(id, model.modules())}
     behind: dict[int, list[Tensor]] = {}  # by the id of a value, as all modules have one config
     for owner, module in model.named_modules():
+        for tensor in _tensors_behind(forward_hooks(module), registered):
+            for name in others(tensor):
+                found[name] = f"a forward hook of {owner!r} holds it too"
         for attribute, value in vars(module).items():
             # Before each forward, a hook of torch computes "weight" from "weight_orig".
-            is_torchs = attribute in OF_EVERY_MODULE and attribute not in _HOOKS
-            if is_torchs or f"{attribute}_orig" in module._parameters:
+            if attribute in OF_EVERY_MODULE or f"{attribute}_orig" in module._parameters:
                 continue
             if isinstance(module, nn.RNNBase) and attribute == "_flat_weights":
                 continue  # torch sets it again if a weight is replaced

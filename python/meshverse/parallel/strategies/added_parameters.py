@@ -25,18 +25,23 @@ class _Check:
 
     def __init__(self, model: nn.Module) -> None:
         # FSDP2 keeps these modules, so that no other one has the id of one of them.
-        self._known = {(id(owner), own) for owner in model.modules() for own in owner._parameters}
+        self._known = {
+            (id(owner), own)
+            for owner in model.modules()
+            for own, _ in owner.named_parameters(recurse=False)
+        }
         self._is_done = False
 
     def __call__(self, model: nn.Module, _: Any) -> None:
         if self._is_done or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for name, owner in model.named_modules():
-            for own, parameter in owner._parameters.items():
-                is_added = (id(owner), own) not in self._known
-                if isinstance(parameter, DTensor):  # the program shards it itself
-                    continue
-                if is_added and parameter is not None and parameter.requires_grad:
+            for own, parameter in owner.named_parameters(recurse=False):
+                # A DTensor is one that the program has distributed itself.
+                is_added = (id(owner), own) not in self._known and not isinstance(
+                    parameter, DTensor
+                )
+                if is_added and parameter.requires_grad:
                     raise RuntimeError(
                         f"{f'{name}.{own}'.lstrip('.')!r} was added after {type(model).__name__} "
                         "was sharded, so FSDP2 does not know it: each rank would train its own "

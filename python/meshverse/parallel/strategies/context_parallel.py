@@ -105,8 +105,8 @@ def context_parallel(
             yield
     finally:
         # Without the exception: with one, torch 2.11 restores neither buffers nor attention.
-        _whole_length.reset(length)
         split.__exit__(None, None, None)
+        _whole_length.reset(length)
     if not _has_split.is_set() and not has_compiled():
         raise RuntimeError(
             "No attention was split over the ranks of context parallelism: nothing in the context "
@@ -128,9 +128,8 @@ def _noted_attention() -> Iterator[None]:
     @functools.wraps(split_attention)
     def noted(*arguments: Any, **keywords: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            if keywords.get("attn_mask") is not None or any(
-                each is not None for each in arguments[3:4]
-            ):
+            mask = arguments[3] if len(arguments) > 3 else keywords.get("attn_mask")
+            if mask is not None:
                 raise ValueError(
                     "scaled_dot_product_attention has a mask, and torch's attention over parts of "
                     "sequences takes none. Leave padding masks out: with causal attention, pad at "

@@ -296,8 +296,6 @@ class FSDP2Manager:
         config = replace(self.config, patch_is_packed_sequence=patch, enable_compile=False)
         if self.packed_sequences:
             restore_is_packed_sequence()
-        elif patch:
-            check_none_is_packed()
         if self.device_mesh is not None and self.device_mesh.size() > 1:
             fsdp2_strategy_parallelize(
                 model,
@@ -309,6 +307,8 @@ class FSDP2Manager:
             )
         else:
             _logger.info("One process: nothing to split or shard.")
+            if patch:
+                check_none_is_packed()
             mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
             prepare(model, mode, scope, reapply_trainability)
             if patch:  # behind what can be refused
@@ -337,9 +337,9 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
 
     A first forward inside needs no all-gather, but reshards each layer after its use as usual,
     unless the layer has `reshard_after_forward=False`; one without gradients also reshards the rest
-    of the model. Changes to parameters are lost, except those
-    that a rank makes to its own shard. With tensor parallelism, parameters are still DTensors on
-    the TP mesh: only the sharding of FSDP2 is undone.
+    of the model. Changes to parameters are lost, except those that a rank makes to its own shard.
+    With tensor parallelism, parameters are still DTensors on the TP mesh: only the sharding of
+    FSDP2 is undone.
 
     Example:
         >>> with unshard_fsdp2_model(model):  # doctest: +SKIP
