@@ -126,6 +126,9 @@ class Run:
     the first rank to ask in a run has too low a count: it then uses a lower number than the others.
     With torchrun, the restart count prevents that.
 
+    The counts stay in the store when all universes have been destroyed: ranks of which only some
+    began at 1 again would not meet in the next run.
+
     Args:
         rank: this process's global rank.
 
@@ -137,7 +140,6 @@ class Run:
         self.world_size = world_size
         self._mark = os.urandom(8).hex()  # distinguishes this run's count from an earlier run's
         self._number: int | None = None
-        self._users: set[object] = set()  # those that may have keys in the store
         self._highest_key = f"meshverse/{world_size}/runs"
         self._own_key = f"{self._highest_key}/{rank}"
 
@@ -175,40 +177,6 @@ class Run:
         mine = int(number) + 1
         store.compare_set(self._own_key, found, f"{mine} {self._mark}")
         return mine
-
-    def add_user(self, user: object) -> None:
-        """Register a user of the store, such as a universe, before it writes keys."""
-        with state_lock.held:
-            self._users.add(user)
-
-    def remove_user(self, user: object, store: Any) -> None:
-        """Unregister a user that has removed its keys. With the last one, the counts are removed.
-
-        Does nothing for a user that is not registered.
-
-        The counts of runs stay if an earlier run may have left keys in this store: otherwise a
-        later run would begin at 1 again and find those keys.
-
-        This rank does not know whether the others remove theirs. If a rank has no user left and
-        another one does when the default group ends, the next run on this store has two numbers:
-        its ranks do not meet, and wait until their timeout. A rank that removed its own count only
-        would begin at 1 again all the same; so both would have to stay, also where all ranks have
-        removed their keys.
-        """
-        with state_lock.held:
-            if user not in self._users:
-                return
-            self._users.remove(user)
-            if self._users or self._number != 1 or _is_kept_by_launcher():
-                return
-            self._number = None
-        store.delete_key(self._own_key)
-        store.delete_key(self._highest_key)
-
-    def forget_users(self) -> None:
-        """Forget who may have keys in the store: the default group has ended."""
-        with state_lock.held:
-            self._users.clear()
 
 
 def _is_kept_by_launcher() -> bool:

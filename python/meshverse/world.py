@@ -345,7 +345,6 @@ class World:
 def _end(world: World) -> None:
     if world.has_universes and not world.is_of_parent:
         _ended_last[world.thread_id] = world
-    world.run.forget_users()
     # What these raise, Python reports, and goes on.
     with contextlib.ExitStack() as ending:  # calls all of these, last first, whatever one raises
         if (caller := destroys_passed_default_group()) is not None:

@@ -1,4 +1,4 @@
-"""Keys in the default group's store: none is left, once all universes are destroyed."""
+"""Keys in the default group's store: the counts of runs stay, once universes are destroyed."""
 
 from __future__ import annotations
 
@@ -102,8 +102,12 @@ _PROGRAMS = {
 
 
 def _left_over(program: str) -> tuple[int, list[str]]:
-    """How many keys of ours there were, and which are left once the universes are destroyed."""
+    """How many keys of ours there were, and which are left once the universes are destroyed.
+
+    The counts of runs are left out: they stay.
+    """
     store = World.current().store
+    assert World.current().run.number(store) == 1
     noting = _Noting(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "store", noting)
@@ -139,6 +143,19 @@ def test_nothing_is_left_in_the_store(crew: Crew, program: str) -> None:
     for there, left in crew.run(_left_over, 4, program):
         assert there > 2
         assert left == []
+
+
+def test_the_next_run_on_a_store_has_the_next_number_whatever_was_destroyed() -> None:
+    store = dist.HashStore()
+    for number in (1, 2, 3):
+        dist.init_process_group("fake", rank=0, world_size=1, store=store)
+        try:
+            mesh = _mesh((1, 1), isolate="x")
+            assert World.current().run.number(World.current().store) == number
+            if number != 2:
+                mesh.universe.destroy()
+        finally:
+            dist.destroy_process_group()
 
 
 # --- while the universe lives --------------------------------------------------------------------

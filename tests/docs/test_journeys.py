@@ -135,12 +135,12 @@ class _Journey(NamedTuple):
 _JOURNEYS = {
     "a slice, the first time": _Journey(_mesh, lambda mesh: mesh["tp"], 6, 21),
     "a slice, again": _Journey(_mesh_with_slice, lambda mesh: mesh["tp"], 1, 1),
-    "init_device_mesh": _Journey(lambda: None, lambda _: _mesh(), 26, 149),
+    "init_device_mesh": _Journey(lambda: None, lambda _: _mesh(), 26, 148),
     "init_device_mesh with options": _Journey(
         _mesh, lambda _: _mesh_with_options(), 26, 128, "init_device_mesh"
     ),
     "unflatten, known groups": _Journey(_unflattened, _unflatten, 5, 13),
-    "unflatten, a new group": _Journey(_flat, _unflatten, 19, 93),
+    "unflatten, a new group": _Journey(_flat, _unflatten, 19, 92),
 }
 
 

@@ -280,7 +280,6 @@ def _rendezvous(
     store = _store_for_rendezvous(group.request, ranks, world)
     if store is None:
         return None
-    world.run.add_user(group.name)
     calls = world.state(ComparedCalls)
     label = f"the process group of axis {group.request.axis_name!r}"
 

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "MESHVERSE_WATCH"
-# Name under which the watch is registered with `Run.add_user` until the default group ends: as it
-# may leave keys in the store, the run's number must stay there.
-_STORE_USER = "watch"
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 7 * 24 * 3600.0
 _LONGEST_PAUSE_SECONDS = 5.0
 _LOOKS_A_SECOND = 2_000  # most looks of all ranks together, which limits the store's load
@@ -391,7 +388,6 @@ class _WatchedWorld:
             now = time.monotonic()
             if stuck and now - self._last_raised > self._seconds:
                 self._last_raised = now
-                self.world.run.add_user(_STORE_USER)
                 alarm.raise_it(self.world.rank)
             if alarm.is_raised():
                 self._next_alarm += 1
@@ -472,7 +468,6 @@ class _WatchedWorld:
     def _write_record(self, alarm: Alarm) -> RankRecord:
         history, now = self._record(with_lines=True, n_kept=_HISTORY), time.monotonic()
         record = history.shortened(KEPT)
-        self.world.run.add_user(_STORE_USER)
         self._own_keys += [(now, key) for key in alarm.answer(record)]
         # Also if it waits in no call: the others may wait for this rank.
         self._own_keys.append((now, alarm.write_history(history)))

@@ -115,7 +115,6 @@ class UniverseCalls:
             self._of_world.stop(
                 fingerprint, "a thread other than the main one created process groups"
             )
-        world.run.add_user(self)
         try:
             self._of_world.compare(
                 store,
@@ -129,8 +128,6 @@ class UniverseCalls:
             if not isinstance(error, RanksDifferError):  # other ranks may count this call
                 why = f"comparing one raised {type(error).__name__} on this rank"
                 self._of_world.stop(fingerprint, why)
-            if self.number is None:
-                world.run.remove_user(self, world.store)
             raise
         self.compared[made] = fingerprint
         self.compared_fingerprints.add(fingerprint)
@@ -232,7 +229,6 @@ class UniverseCalls:
             while self._keys_written:
                 store.remove(self._keys_written[-1])
                 self._keys_written.pop()
-            world.run.remove_user(self, world.store)
 
     def on_revive(self) -> None:
         """Go on with the store of the new default group, which has none of this rank's keys."""

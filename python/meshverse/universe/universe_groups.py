@@ -667,7 +667,6 @@ class UniverseGroups:
         if store is not None:
             with contextlib.suppress(dist.DistError):  # the store is gone, and the keys with it
                 self._world.state(Rendezvous).remove_from_store(store, name)
-                self._world.run.remove_user(name, self._world.store)
 
     @property
     def is_freed(self) -> bool:

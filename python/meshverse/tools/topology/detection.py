@@ -94,10 +94,6 @@ def _gather(
             "group has none. Use Topology.from_environment() or from_file()."
         )
     detections = world.state(Detections)
-    # This user of the store is never removed, as its keys stay. Without users, the numbers of runs
-    # would begin again, and a later world on this store would read these locations. Each time, as a
-    # revived world has a run without users.
-    world.run.add_user(detections)
     name = f"topology/{detections.count}"
     detections.count += 1  # before anything can fail: the count is then equal on all ranks
     failure: Exception | None = None
