@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 _T = TypeVar("_T")
 
@@ -35,39 +36,17 @@ class computed(Generic[_T]):  # noqa: N801  # used as a decorator
         return value
 
 
-class assignable(property, Generic[_T]):  # noqa: N801  # used as a decorator
-    """Property to which a program may assign: it then has that value on that object.
+if TYPE_CHECKING:
+    assignable = property
+else:
 
-    torch's class has no attribute of this name, so programs may use the name for something else.
-    The class needs an attribute `_assigned`, which is None.
-    """
+    class assignable(cached_property):  # noqa: N801  # used as a decorator
+        """Property to which a program may assign: the object then has that value.
 
-    def __init__(self, compute: Callable[[Any], _T]) -> None:
-        super().__init__(compute)
-        self.__doc__ = compute.__doc__
-        self._compute = compute
+        torch's class has no attribute of this name, so programs may use the name for something
+        else. As in any `cached_property`, which Sphinx documents like a property, what the object
+        has of this name comes first. But only programs assign: each read computes the value again.
+        """
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type | None = None) -> assignable[_T]: ...
-    @overload
-    def __get__(self, instance: object, owner: type | None = None) -> _T: ...
-    def __get__(self, instance: Any, owner: type | None = None) -> assignable[_T] | _T:
-        if instance is None:
-            return self
-        assigned: dict[str, Any] | None = instance._assigned
-        if assigned is not None and self._name in assigned:
-            value: _T = assigned[self._name]
-            return value
-        return self._compute(instance)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        # Not into `__dict__`, for the reason above.
-        instance._assigned = {**(instance._assigned or {}), self._name: value}
-
-    def __delete__(self, instance: Any) -> None:
-        if self._name not in (instance._assigned or {}):
-            raise AttributeError(self._name)
-        instance._assigned = {k: v for k, v in instance._assigned.items() if k != self._name}
+        def __get__(self, instance: object | None, owner: type | None = None) -> Any:
+            return self if instance is None else self.func(instance)

@@ -172,7 +172,6 @@ class DeviceMesh(StockDeviceMesh):
     _root_mesh: StockDeviceMesh | None
     _dim_group_names: list[str]  # type: ignore[assignment]  # torch writes it too
     _coordinate_on_dim: Any  # set if this rank cannot change; otherwise see `_CheckedCoordinate`
-    _assigned: dict[str, Any] | None = None  # what a program assigned to our own public names
 
     # --- creating a mesh ------------------------------------------------------------------------
 
@@ -393,7 +392,7 @@ class DeviceMesh(StockDeviceMesh):
 
     @assignable
     def universe(self) -> Universe:
-        """Universe of this mesh: its ranks, process groups and related meshes."""
+        """The universe of this mesh, with its ranks, process groups and related meshes."""
         return self._universe
 
     @assignable
