@@ -31,6 +31,7 @@ from meshverse.parallel import (
     apply_tp_plan,
     get_hf_tp_shard_plan,
 )
+from meshverse.parallel.tensor_parallel import apply
 
 INNER = 16
 
@@ -739,11 +740,81 @@ class DirectInputScaledDown(DirectInput):
 
 
 Plan = dict[str, ParallelStyle]
+
+
+class AttentionBesideLayers(nn.Module):
+    """A block with attention, and layers of its own, each added to the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.attn = nn.LayerNorm(WIDTH), Attention()
+        self.between, self.mlp = nn.LayerNorm(WIDTH), MLP()
+        self.up, self.down = self.mlp.up, self.mlp.down
+        del self.mlp
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attn(self.before(hidden))
+        return hidden + self.down(self.up(self.between(hidden)).sigmoid())
+
+
+class Depthwise(MLP):
+    def build(self) -> None:
+        self.conv = nn.Conv1d(INNER, INNER, 3, padding=1, groups=INNER)
+
+    def between(self, inner: Tensor) -> Tensor:
+        return self.conv(inner.mT).mT.sigmoid()
+
+
+class StackedHeads(nn.Module):
+    """Multiplies hidden states with a weight for each head; no layer sums their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Parameter(torch.rand(HEADS, WIDTH, FEATURES))
+        self.out = nn.Linear(HEADS * FEATURES, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = torch.einsum("btw, hwf -> bthf", hidden, self.heads)
+        return self.out(heads.tanh().flatten(-2))
+
+
+class WithWeights(Attention):
+    """Returns its weights in a dict, and keeps them in a list."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+        query, key = self.split(self.query(hidden)), self.split(self.key(hidden))
+        weights = self.scores(query, key).softmax(-1)
+        self.kept = [weights]
+        mixed = weights @ self.split(self.value(hidden))
+        return self.out(mixed.transpose(1, 2).flatten(-2)), {"weights": weights}
+
+
+class UsesWeights(nn.Module):
+    """A model that uses the attention's weights, or not."""
+
+    def __init__(self, use: Callable[[Tensor, list[Tensor]], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WithWeights() for _ in range(2))
+        self.use = use
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            output, other = layer(hidden)
+            hidden = hidden + output
+        return hidden * self.use(other["weights"], layer.kept)
+
+
 QKV: Plan = {
     **{name: ColwiseParallel() for name in ("query", "key", "value")},
     "out": RowwiseParallel(),
 }
 UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+_IN_LAYERS: Plan = {f"layers.*.{name}": style for name, style in QKV.items()}
+_USES: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
+    "returns": lambda returned, kept: returned.square().mean(),
+    "returns a number": lambda returned, kept: returned.detach().max().item(),
+    "keeps in its attribute 'kept'": lambda returned, kept: 1 + kept[0].detach().mean(0).amax(),
+}
 _IN_ATTN: Plan = {f"attn.{name}": style for name, style in QKV.items()}
 _TWICE: Plan = {
     f"{each}.{name}": style for each in ("first", "second") for name, style in QKV.items()
@@ -755,6 +826,18 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
         {"attn." * (name != "out") + name: style for name, style in QKV.items()},
     ),
     "a parent keeps the number of heads": (partial(KeepsNumber, Attention), _IN_ATTN),
+    "attention beside layers": (
+        AttentionBesideLayers,
+        _IN_ATTN | UP_DOWN | {"before": Replicated(), "between": Replicated()},
+    ),
+    "depthwise": (
+        Depthwise,
+        UP_DOWN | {"conv": LocalParameters(dict.fromkeys(("weight", "bias", "groups"), Shard(0)))},
+    ),
+    "weights that are not used": (
+        partial(UsesWeights, lambda returned, kept: returned.size(-1) + kept[0].detach().dim()),
+        _IN_LAYERS,
+    ),
     "per head": (PerHead, QKV | {"": LocalParameters({"temperature": Shard(0)})}),
     "layer scale": (LayerScale, QKV | {"": LocalParameters({"gamma": Replicate()})}),
     "relative bias": (RelativeBias, QKV | {"table": ColwiseParallel()}),
@@ -912,6 +995,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
         for how, kind in (("keeps", KeepsIn), ("returns", ReturnsIn))
         for name, wrap in _WRAPPED.items()
     },
+    **{
+        f"other code uses what it {how}": (
+            partial(UsesWeights, use),
+            _IN_LAYERS,
+            r"'layers.1' \(WithWeights\) (returns|keeps in .*'kept') a tensor besides.*other code",
+        )
+        for how, use in _USES.items()
+    },
+    "stacked heads": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), StackedHeads()),
+        {"1": LocalParameters({"heads": Shard(0)}), "1.out": RowwiseParallel()},
+        f"{_GRADIENT}input 0 .*only through column-wise layers",
+    ),
     "a history of numbers": (KeepsHistory, UP_DOWN, f"{_TRIED}.*keeps in its attribute 'history'"),
     "adds to a tensor": (AddsToTensor, UP_DOWN, f"{_TRIED}.*keeps in its attribute 'total'"),
     "a buffer of features": (DelayedScaling, UP_DOWN, f"{_TRIED}.*in the buffer 'largest'"),
@@ -1047,6 +1143,123 @@ def test_split_features_besides_the_output_are_no_matter(caplog: pytest.LogCaptu
     with fake_world(2), caplog.at_level(logging.WARNING):
         apply_tp_plan(make(OtherShape), mesh_of_two(), UP_DOWN)
     assert not warnings_of(caplog)
+
+
+class CrossAttention(nn.Module):
+    """Packs keys and values in one layer, as halves or as one after the other for each head."""
+
+    def __init__(self, by_head: bool) -> None:
+        super().__init__()
+        self.by_head, size = by_head, HEADS * FEATURES
+        self.query, self.both = nn.Linear(WIDTH, size), nn.Linear(WIDTH, 2 * size)
+        self.out = nn.Linear(size, WIDTH)
+
+    def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:
+        query = self.query(hidden).unflatten(-1, (-1, FEATURES)).transpose(1, 2)
+        if self.by_head:
+            key, value = self.both(memory).unflatten(-1, (-1, 2, FEATURES)).unbind(-2)
+        else:
+            key, value = self.both(memory).unflatten(-1, (2, -1, FEATURES)).unbind(-3)
+        mixed = (query @ key.transpose(1, 2).mT).softmax(-1) @ value.transpose(1, 2)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class Decoder(nn.Module):
+    """Takes tokens of two languages, and a number, by name only."""
+
+    def __init__(self, by_head: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH)
+        self.layers = nn.ModuleList(CrossAttention(by_head) for _ in range(3))
+
+    def forward(self, source: Tensor, target: Tensor, *, scales: dict[str, Tensor]) -> Tensor:
+        memory, hidden = self.table(source), self.table(target) * scales["target"]
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, memory)
+        return hidden
+
+
+_EXAMPLE = {
+    "source": torch.arange(8).reshape(2, 4),
+    "target": torch.arange(6).reshape(2, 3),
+    "scales": {"target": torch.tensor(0.5, dtype=torch.float64)},
+}
+_DECODER: Plan = {
+    **{f"layers.*.{name}": ColwiseParallel() for name in ("query", "both")},
+    "layers.*.out": RowwiseParallel(),
+}
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_without_example_inputs_a_model_of_two_inputs_is_not_tried(
+    by_head: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        apply_tp_plan(make(partial(Decoder, by_head)), mesh_of_two(), _DECODER)
+    (warning,) = warnings_of(caplog)
+    assert r"['layers.* (3 modules)']" in warning
+    assert "pass example_inputs=" in warning
+
+
+def test_a_wrong_module_is_found_on_example_inputs() -> None:
+    with fake_world(2), pytest.raises(ValueError, match=f"'layers.0' .CrossAttention. {_TRIED}"):
+        apply_tp_plan(
+            make(partial(Decoder, by_head=False)),
+            mesh_of_two(),
+            _DECODER,
+            example_inputs=_EXAMPLE,
+        )
+
+
+def _decoder_errors() -> float:
+    whole, split = (make(partial(Decoder, by_head=True)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apply._logger, "warning", pytest.fail)
+        apply_tp_plan(split, mesh_of_two(), _DECODER, example_inputs=_EXAMPLE)
+    results = []
+    for model in (split, whole):
+        output = model(**_EXAMPLE)
+        output.square().sum().backward()
+        results.append({"output": output.detach(), "table": model.table.weight.grad})
+    return max(relative_errors(*results, floor=1e-2).values())
+
+
+def test_a_right_module_is_tried_on_example_inputs(crew: Crew) -> None:
+    assert max(crew.run(_decoder_errors, 2)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("example", "error", "text"),
+    [
+        ({"source": 1}, ValueError, "Decoder.* raises TypeError.* on example_inputs"),
+        ((_EXAMPLE["source"],), ValueError, "Decoder.* raises TypeError.* on example_inputs"),
+        (_EXAMPLE["source"], TypeError, "of type Tensor must be tuple or Mapping or None"),
+    ],
+)
+def test_example_inputs_that_do_not_fit_are_refused(
+    example: Any, error: type[Exception], text: str
+) -> None:
+    model = make(partial(Decoder, by_head=True))
+    with fake_world(2), pytest.raises(error, match=text):
+        apply_tp_plan(model, mesh_of_two(), _DECODER, example_inputs=example)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def _with_other_inputs() -> str:
+    example = _EXAMPLE | {"target": _EXAMPLE["target"][: 1 + torch.distributed.get_rank()]}
+    with pytest.raises(ValueError, match="different models, plans or example inputs") as raised:
+        apply_tp_plan(
+            make(partial(Decoder, by_head=True)),
+            mesh_of_two(),
+            _DECODER,
+            example_inputs=example,
+        )
+    return str(raised.value)
+
+
+def test_ranks_with_other_example_inputs_are_refused(crew: Crew) -> None:
+    for text in crew.run(_with_other_inputs, 2):
+        assert "rank 0': ['example input 1 of shape (1, 3)" in text
 
 
 def with_hook() -> nn.Module:

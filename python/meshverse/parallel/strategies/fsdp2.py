@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -64,6 +64,7 @@ from meshverse.parallel.models.parameters import (
     why_not_replaced,
     why_weight_is_not_split,
 )
+from meshverse.parallel.tensor_parallel.calls import ExampleInputs
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
 from .added_parameters import check_no_parameters_are_added
@@ -92,6 +93,7 @@ def fsdp2_strategy_parallelize(
     tp_mesh_name: str = "tp",
     dp_cp_mesh_name: str = "dp_cp",
     reapply_trainability: Callable[[nn.Module], None] | None = None,
+    example_inputs: ExampleInputs | None = None,
     **settings: Any,
 ) -> _Model:
     """Split a model in place by tensor parallelism, then shard it with FSDP2.
@@ -120,6 +122,7 @@ def fsdp2_strategy_parallelize(
             reduces its loss. It must exist.
         reapply_trainability: function that sets requires_grad of the parameters again; called with
             the model after its parameters are split, and before they are sharded.
+        example_inputs: arguments of the model's forward, as in `apply_tp_plan`.
         settings: other fields of `FSDP2Config`, such as activation_checkpointing.
 
     Raises:
@@ -138,6 +141,7 @@ def fsdp2_strategy_parallelize(
     check_type("cpu_offload", cpu_offload, bool)
     check_plan("tp_shard_plan", tp_shard_plan)
     check_trainability(reapply_trainability)
+    check_type("example_inputs", example_inputs, tuple, Mapping, None)
     precision = mp_policy
     if precision is None:
         precision = MixedPrecisionPolicy(param_dtype, torch.float32, torch.float32)
@@ -187,6 +191,7 @@ def fsdp2_strategy_parallelize(
                 sequence_parallel=config.sequence_parallel,
                 split_logits=config.split_logits,
                 handed_out=experts,
+                example_inputs=example_inputs,
             )
         if moe_mesh is not None:
             apply_expert_parallelism(model, moe_mesh["ep"], same_tokens=tp_mesh)
@@ -282,7 +287,11 @@ class FSDP2Manager:
         self.moe_mesh = moe_mesh
 
     def parallelize(
-        self, model: _Model, reapply_trainability: Callable[[nn.Module], None] | None = None
+        self,
+        model: _Model,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
+        *,
+        example_inputs: ExampleInputs | None = None,
     ) -> _Model:
         """Split and shard a model in place with `fsdp2_strategy_parallelize`, and return it.
 
@@ -290,6 +299,7 @@ class FSDP2Manager:
         `reapply_trainability` are applied, and the model keeps its precision.
         """
         check_trainability(reapply_trainability)
+        check_type("example_inputs", example_inputs, tuple, Mapping, None)
         if self.config.enable_compile:  # in `maybe_compile`
             _check_has_layers_to_compile(model)
         patch = self.config.patch_is_packed_sequence and not self.packed_sequences
@@ -303,6 +313,7 @@ class FSDP2Manager:
                 moe_mesh=self.moe_mesh,
                 ep_size=1 if self.moe_mesh is None else None,
                 reapply_trainability=reapply_trainability,
+                example_inputs=example_inputs,
                 **config.to_dict(),
             )
         else:

@@ -17,7 +17,7 @@ import contextlib
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +43,7 @@ from meshverse.parallel.meshes.submesh import (
 )
 from meshverse.parallel.models.checkpointing import checkpointed_layers, prepare
 from meshverse.parallel.models.modules import import_class_from_path
+from meshverse.parallel.tensor_parallel.calls import ExampleInputs
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
 
@@ -55,6 +56,7 @@ def megatron_fsdp_strategy_parallelize(
     dp_shard_dim: str | None = None,
     tp_dim: str = "tp",
     reapply_trainability: Callable[[nn.Module], None] | None = None,
+    example_inputs: ExampleInputs | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Split a model by tensor parallelism and shard it with Megatron-FSDP.
@@ -71,6 +73,7 @@ def megatron_fsdp_strategy_parallelize(
         tp_dim: axis of tensor parallelism.
         reapply_trainability: function that sets requires_grad of the parameters again; called with
             the model after its parameters are split, and before they are sharded.
+        example_inputs: arguments of the model's forward, as in `apply_tp_plan`.
         settings: fields of `MegatronFSDPConfig`.
 
     Returns:
@@ -92,6 +95,7 @@ def megatron_fsdp_strategy_parallelize(
     check_type("optimizer", optimizer, torch.optim.Optimizer, None)
     check_plan("tp_shard_plan", tp_shard_plan)
     check_trainability(reapply_trainability)
+    check_type("example_inputs", example_inputs, tuple, Mapping, None)
     names = {id(each): name for name, each in model.named_parameters(remove_duplicate=False)}
     groups = [] if optimizer is None else optimizer.param_groups
     foreign = [each.shape for group in groups for each in group["params"] if id(each) not in names]
@@ -135,7 +139,7 @@ def megatron_fsdp_strategy_parallelize(
             "device": torch.device(device_mesh.device_type, *place),
         }
     if tp_mesh.size() > 1:
-        apply_tensor_parallelism(model, tp_mesh, tp_shard_plan)
+        apply_tensor_parallelism(model, tp_mesh, tp_shard_plan, example_inputs=example_inputs)
     prepare(model, config.activation_checkpointing, "all", reapply_trainability)
     if package is None:
         warnings.warn(
@@ -178,12 +182,15 @@ class MegatronFSDPManager:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         reapply_trainability: Callable[[nn.Module], None] | None = None,
+        *,
+        example_inputs: ExampleInputs | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         """Split and shard a model by `megatron_fsdp_strategy_parallelize`.
 
         On one rank, only activation checkpointing and `reapply_trainability` are applied.
         """
         check_trainability(reapply_trainability)
+        check_type("example_inputs", example_inputs, tuple, Mapping, None)
         if self.device_mesh is None or self.device_mesh.size() == 1:
             mode = self.config.activation_checkpointing
             prepare(model, mode, "all", reapply_trainability)
@@ -193,6 +200,7 @@ class MegatronFSDPManager:
             self.device_mesh,
             optimizer,
             reapply_trainability=reapply_trainability,
+            example_inputs=example_inputs,
             **self.config.to_dict(),
         )
 

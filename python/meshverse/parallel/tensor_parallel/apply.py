@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from inspect import getattr_static
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshverse.parallel.config import check_type
 from meshverse.parallel.experts.stacked import StackedStyle, refuse_adapters
 from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
@@ -47,6 +48,7 @@ from meshverse.parallel.models.parameters import (
 )
 from meshverse.parallel.models.random_states import host_random_states, set_host_random_states
 from meshverse.parallel.models.second_order import refuse_second_order
+from meshverse.parallel.models.trials import leaves_in
 from meshverse.parallel.styles.local_styles import (
     CheckedStyle,
     LocalParameters,
@@ -54,6 +56,7 @@ from meshverse.parallel.styles.local_styles import (
     SharedKeyGradAllreduce,
 )
 
+from .calls import ExampleInputs
 from .equal_modules import style_key, style_text
 from .hf_plan import declared_styles
 from .regions import check_regions, has_local_output, regions, splits_activations
@@ -82,7 +85,12 @@ _NO_COUNTS = frozenset(
 
 
 def apply_tp_plan(
-    model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, strict: bool = True
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle],
+    *,
+    strict: bool = True,
+    example_inputs: ExampleInputs | None = None,
 ) -> None:
     """Split a model in place over a mesh, as `parallelize_module` does, and keep it consistent.
 
@@ -93,8 +101,9 @@ def apply_tp_plan(
       A parameter there without an entry is an error: the plan must say how its gradients add up.
     - Each different call of a module around split layers is tried: on random weights, the parts of
       all ranks must give the outputs and gradients of the whole module. Calls are those in a run of
-      a copy of the model on token ids, or hidden states. A warning names modules that are not
-      tried, with the reason, unless transformers' own plan for the model has the same styles there.
+      a copy of the model on `example_inputs`, token ids, or hidden states. A warning names modules
+      that are not tried, with the reason, unless transformers' own plan for the model has the same
+      styles there.
     - Attributes for the number of heads are set to the number on one rank. It is an error if other
       code of the model reads them in that run. An int attribute that may count heads under another
       name is an error, unless the plan names it in `LocalParameters`.
@@ -114,40 +123,58 @@ def apply_tp_plan(
             for one component of a name. If several entries match a module, the last one is used.
         strict: whether an entry that matches no module is an error; if not, it is ignored with a
             warning.
+        example_inputs: arguments of the model's forward, of the same shapes on all ranks: a tuple
+            of positional ones, or a mapping of keyword arguments. Give them for a model that does
+            not run on token ids or hidden states alone.
 
     Raises:
-        TypeError: a value of the plan is not a parallel style.
+        TypeError: a value of the plan is not a parallel style; or `example_inputs` is neither a
+            tuple nor a mapping.
         ValueError: an entry matches no module, a style does not fit its module, a parameter or a
             number of heads between split layers has no entry, sizes or heads are not divisible by
             the number of ranks, modules that share a parameter, or parents that share a module,
             would split it differently, a module computes something else, or other gradients, with
-            parts of its features, or ranks have different plans or models.
+            parts of its features, the model does not run on `example_inputs`, or ranks have
+            different plans, models or shapes of inputs.
     """
     given: Mapping[str, Any] = plan
-    _check_same_on_ranks(model, plan, tp_mesh)
+    check_type("example_inputs", example_inputs, tuple, Mapping, None)
+    _check_same_on_ranks(model, plan, tp_mesh, example_inputs)
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
     if wrong:
         raise TypeError(
             f"The tensor-parallel plan has {wrong}: all values must be parallel styles. "
             "translate_to_torch_parallel_style() returns a style for transformers' name of it."
         )
-    _apply(model, tp_mesh, _styles_by_module(model, plan, strict), is_guess=False)
+    styles = _styles_by_module(model, plan, strict)
+    _apply(model, tp_mesh, styles, example_inputs, is_guess=False)
 
 
 def apply_guessed_plan(
-    model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle],
+    *,
+    example_inputs: ExampleInputs | None,
 ) -> None:
     """Split a model as `apply_tp_plan`, by a plan that neither the user nor the model gave.
 
     Raises:
         ValueError: as there, or a module with split activations was not compared with itself.
     """
-    _check_same_on_ranks(model, plan, tp_mesh)
-    _apply(model, tp_mesh, _styles_by_module(model, plan, strict=True), is_guess=True)
+    check_type("example_inputs", example_inputs, tuple, Mapping, None)
+    _check_same_on_ranks(model, plan, tp_mesh, example_inputs)
+    styles = _styles_by_module(model, plan, strict=True)
+    _apply(model, tp_mesh, styles, example_inputs, is_guess=True)
 
 
 def _apply(
-    model: nn.Module, tp_mesh: DeviceMesh, planned: dict[str, ParallelStyle], *, is_guess: bool
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    planned: dict[str, ParallelStyle],
+    example: ExampleInputs | None,
+    *,
+    is_guess: bool,
 ) -> None:
     styles = {
         own: own_style
@@ -185,7 +212,7 @@ def _apply(
     counts: dict[int, dict[str, int]] = {}
     for module, attribute, count in local_heads:
         counts.setdefault(id(module), {})[attribute] = count
-    untried = try_plan(model, planned, counts, tp_mesh.size())
+    untried = try_plan(model, planned, counts, tp_mesh.size(), example)
     _report(model, planned, untried, local_heads, is_guess=is_guess)
 
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
@@ -210,7 +237,10 @@ def _apply(
 
 
 def _check_same_on_ranks(
-    model: nn.Module, plan: Mapping[str, ParallelStyle], tp_mesh: DeviceMesh
+    model: nn.Module,
+    plan: Mapping[str, ParallelStyle],
+    tp_mesh: DeviceMesh,
+    example: ExampleInputs | None,
 ) -> None:
     """Check that all ranks split the same layers in the same way: they communicate for each.
 
@@ -226,6 +256,11 @@ def _check_same_on_ranks(
     lines += [
         f"{name} of shape {tuple(each.shape)}, {each.dtype}"
         for name, each in model.named_parameters()
+    ]
+    lines += [
+        f"example input {number} of shape {tuple(each.shape)}, {each.dtype}"
+        for number, each in enumerate(leaves_in(example))
+        if isinstance(each, torch.Tensor)
     ]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest()
     own, group = int.from_bytes(digest, "little"), tp_mesh.get_group()
@@ -243,8 +278,8 @@ def _check_same_on_ranks(
     }
     raise ValueError(
         f"{type(model).__name__} cannot be split: the ranks of tensor parallelism have different "
-        f"models or plans. Only on some of them: {different}. Give all of them the same model and "
-        "the same plan."
+        f"models, plans or example inputs. Only on some of them: {different}. Give all of them "
+        "the same."
     )
 
 
@@ -328,6 +363,18 @@ def _keys(styles: Mapping[str, ParallelStyle]) -> dict[str, Hashable]:
     return {name: style_key(each) for name, each in kept.items()}
 
 
+def _in_short(names: Sequence[str]) -> list[str]:
+    """Return names of modules, with one pattern for those that differ by numbers only."""
+    patterns: dict[str, list[str]] = {}
+    for name in names:
+        parts = ("*" if part.isdecimal() else part for part in name.split("."))
+        patterns.setdefault(".".join(parts), []).append(name)
+    return [
+        f"{pattern} ({len(some)} modules)" if len(some) > 1 else some[0]
+        for pattern, some in patterns.items()
+    ]
+
+
 def _report(
     model: nn.Module,
     styles: Mapping[str, ParallelStyle],
@@ -351,7 +398,7 @@ def _report(
         given, own = (_keys(styles_inside(region, model, each)) for each in (styles, declared))
         if given != own or has_hooks_inside(model.get_submodule(region)):
             by_reason.setdefault(reason, []).append(region)
-    shown = {reason: names[:6] for reason, names in by_reason.items()}
+    shown = {reason: _in_short(names) for reason, names in by_reason.items()}
     if shown and is_guess:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan, and Llama's cannot be compared "
@@ -374,7 +421,8 @@ def _report(
         changes = ", ".join(f"{kind}.{name}={count}" for kind, name, count in sorted(set_here))
         _logger.warning(
             "%s: it was not tried whether ranks' parts of some modules give the same. By reason: "
-            "%s. %sCompare a loss and gradients with one process.",
+            "%s. %sIf the model takes other inputs than token ids or hidden states alone, pass "
+            "example_inputs=; or compare a loss and gradients with one process.",
             type(model).__name__,
             shown,
             f"Set in them, as counting the heads of one rank: {changes}. " if changes else "",
@@ -463,7 +511,7 @@ def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
     """Yield (module, attribute, new value) for each attribute that depends on a rank's heads."""
-    split = {region for region, _ in regions(styles)}
+    split = {region for region, _ in regions(model, styles)}
     named = {name for name, style in styles.items() if isinstance(style, LocalParameters)}
     for region in sorted(split | named):
         module, own = model.get_submodule(region), styles.get(region)

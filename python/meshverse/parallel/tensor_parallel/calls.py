@@ -18,28 +18,26 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from meshverse.parallel.experts.stacked import describe
 from meshverse.parallel.models.modules import parent_name
-from meshverse.parallel.models.trials import kept_by, leaves_in, values_in
 
 from .equal_modules import PLAIN, Attribute, note_reads_outside
 from .hidden_weights import ReadWeightError, hide_parameters_outside
+from .outputs import Key, Outputs, UsesOfOtherOutputs, outputs_of
 from .random_copies import LARGE, RandomCopies
 
 _logger = logging.getLogger(__name__)
 _SEQUENCES, _TOKENS = 2, 6
 
 
-# The name of the attribute that a value is in, how many are in it, and which of them it is: of its
-# own heads, a rank may keep fewer. The name of what is returned is "", and the first is the output.
-Key = tuple[str, int, int]
-Outputs = dict[Key, Tensor]
-OUTPUT: Key = ("", 0, 0)
+# Arguments of a model's forward: positional ones, or by name.
+ExampleInputs: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,28 @@ class Inputs:
         names = {name: _copied(each, _copy_of) for name, each in keywords.items()}
         return cls(_copied(arguments, _copy_of), names)
 
+    @classmethod
+    def given(cls, example: ExampleInputs | None) -> Inputs | None:
+        """Return the arguments that a user gives, or None."""
+        if example is None:
+            return None
+        return cls((*example,), {}) if isinstance(example, tuple) else cls((), {**example})
+
     @property
     def key(self) -> Hashable:
         """Key that is equal for calls which compute the same with equal modules."""
         return _key(self.arguments), _key(self.keywords)
+
+    def like_those_of(self, copies: RandomCopies) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copy the arguments for a model's copy: on its device, and in float32."""
+
+        def converted(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return copy.deepcopy(leaf)
+            dtype = torch.float32 if leaf.is_floating_point() else leaf.dtype
+            return _copy_of(leaf.to(copies.device, dtype))
+
+        return tree_map(converted, (self.arguments, self.keywords))  # type: ignore[no-any-return]
 
     def run(self, module: nn.Module) -> tuple[Outputs, list[Tensor]]:
         """Return a module's output, and the inputs that require gradients.
@@ -81,14 +97,10 @@ class Inputs:
 
         arguments = _copied(self.arguments, fresh)
         keywords = {name: _copied(each, fresh) for name, each in self.keywords.items()}
-        returned = leaves_in(module(*arguments, **keywords))
-        in_order = sorted(returned, key=lambda each: not isinstance(each, Tensor))
-        outputs: Outputs = {("", 0, n): each for n, each in enumerate(values_in(in_order))}
-        for name, kept in kept_by(module).items():
-            for n, each in enumerate(kept):
-                # What had no gradient before the forward gets none from it.
-                own = each if each.grad_fn is not None else each.detach()
-                outputs[name, len(kept), n] = own
+        outputs = outputs_of(module, module(*arguments, **keywords))
+        for key, each in outputs.items():
+            if key[0] and each.grad_fn is None:
+                outputs[key] = each.detach()  # it had no gradient before the forward, either
         return outputs, leaves
 
 
@@ -129,12 +141,15 @@ class RunOfModel(NamedTuple):
         read: the first split layer whose parameters were read outside it, with what was read.
         outside: attributes, of those given, that runs which came to their end read outside the
             forwards given.
+        used: what modules left besides their outputs, and other code of the model computed with,
+            by name.
     """
 
     calls: dict[str, Calls]
     known: set[str]
     read: dict[str, str]
     outside: set[Attribute]
+    used: Mapping[str, Collection[Key]]
 
 
 def run_model(
@@ -143,12 +158,13 @@ def run_model(
     split: Collection[str],
     attributes: Mapping[str, Collection[str]],
     forwards: Collection[str],
+    example: Inputs | None,
 ) -> RunOfModel:
     """Run a copy of a model, to see how it calls modules and reads parameters and attributes.
 
-    The model is run on token ids, and on hidden states of shape (sequences, tokens, features), up
-    to a run that reaches all modules. If its forward takes an `attention_mask`, it is run again
-    with one that hides a token, as for padding.
+    The model is run on the example, if there is one, on token ids, and on hidden states of shape
+    (sequences, tokens, features), up to a run that reaches all modules. If its forward takes an
+    `attention_mask`, it is run again with one that hides a token, as for padding.
 
     Args:
         model: the model.
@@ -156,6 +172,10 @@ def run_model(
         split: names of the layers whose parameters ranks have in DTensors.
         attributes: names of the attributes of modules that a rank has with other values, by module.
         forwards: names of the modules whose forwards may read such attributes of modules in them.
+        example: arguments of the model, if the user gave them.
+
+    Raises:
+        ValueError: the copy does not run on the example.
     """
     copies = RandomCopies(model)
     try:
@@ -164,11 +184,13 @@ def run_model(
         _use_no_caches(copied)
         reads = note_reads_outside(copied, attributes, forwards)
     except Exception:  # noqa: BLE001  (attributes that cannot be copied raise anything)
-        return RunOfModel({}, set(), {}, set())
+        return RunOfModel({}, set(), {}, set(), {})
     outside: set[Attribute] = set()
+    used: dict[str, set[Key]] = {}
     now: dict[str, Calls] = {}
+    uses = UsesOfOtherOutputs()
     for name in wanted:
-        _watch(copied.get_submodule(name), name, now)
+        _watch(copied.get_submodule(name), name, now, uses)
     hidden: dict[str, Callable[[], None]] = {}
     layers = {id(copied.get_submodule(name)) for name in split}
     for name, module in copied.named_modules():
@@ -180,38 +202,49 @@ def run_model(
     forward: Any = getattr(type(model), "forward", None)  # a scripted module has none
     takes_mask = callable(forward) and "attention_mask" in signature(forward).parameters
 
-    def run(given: Tensor, **keywords: Tensor) -> bool:
-        """Note the calls of a run, and return whether it came to its end."""
+    def run(*given: Any, **keywords: Any) -> Exception | None:
+        """Note the calls of a run; return the error that ended it, or None."""
         now.clear()
         reads.clear()
+        uses.forget()
         try:
-            with copies.undisturbed():
-                copied(given, **keywords)
+            with copies.undisturbed(), uses:
+                copied(*given, **keywords)
         except ReadWeightError as error:
             read[error.layer] = str(error)
             for show in hidden.values():
                 show()
-            return run(given, **keywords)
+            return run(*given, **keywords)
         except Exception as error:  # noqa: BLE001  (a forward raises anything)
-            _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
-            return False
+            return error
         outside.update(reads)
-        return True
+        for name, keys in uses.used.items():
+            used.setdefault(name, set()).update(keys)
+        return None
 
+    if example is not None:
+        arguments, keywords = example.like_those_of(copies)
+        if error := run(*arguments, **keywords):
+            raise ValueError(
+                f"{type(model).__name__}, in a copy with random weights in float32, raises "
+                f"{error!r} on example_inputs. Give arguments that its forward takes."
+            ) from error
+        found = {**now}
     for given in _candidates(copies, model):
-        if not run(given):
+        if len(found) == len(wanted):
+            break
+        if error := run(given):
+            _logger.debug("%s on %s: %s", type(model).__name__, tuple(given.shape), error)
             partly = {**now, **partly}
             continue
         found = {**now, **found}
         if takes_mask:
             mask = torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
             mask[0, -1] = 0
-            if run(given, attention_mask=mask):
+            if run(given, attention_mask=mask) is None:
                 for name, own in now.items():
                     found[name] = {**own, **found.get(name, {})}
-        if len(found) == len(wanted):
-            break
-    return RunOfModel({**partly, **found}, {*found}, read, outside)
+    return RunOfModel({**partly, **found}, {*found}, read, outside, used)
 
 
 def _is_inside(name: str, names: Collection[str]) -> bool:
@@ -222,11 +255,12 @@ def _is_inside(name: str, names: Collection[str]) -> bool:
     return False
 
 
-def _watch(module: nn.Module, name: str, calls: dict[str, Calls]) -> None:
-    """Note a module's calls that come to their end."""
+def _watch(module: nn.Module, name: str, calls: dict[str, Calls], uses: UsesOfOtherOutputs) -> None:
+    """Note a module's calls that come to their end, and uses of what these leave."""
     begun: list[tuple[Hashable, Inputs | None]] = []
 
     def before(module: nn.Module, arguments: Any, keywords: Any) -> None:
+        uses.begin(name)
         try:
             inputs = Inputs.seen(arguments, keywords)
             begun.append((inputs.key, inputs))
@@ -236,6 +270,7 @@ def _watch(module: nn.Module, name: str, calls: dict[str, Calls]) -> None:
 
     def after(module: nn.Module, arguments: Any, output: Any) -> None:
         calls.setdefault(name, {}).setdefault(*begun.pop())
+        uses.end(name, outputs_of(module, output))
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)

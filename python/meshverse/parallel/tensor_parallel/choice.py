@@ -36,6 +36,7 @@ from meshverse.parallel.models.modules import (
 from meshverse.parallel.styles.local_styles import GatherTokens, SplitTokens
 
 from .apply import apply_guessed_plan, apply_tp_plan
+from .calls import ExampleInputs
 from .gaps import fill_gaps
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
 
@@ -72,6 +73,7 @@ def apply_tensor_parallelism(
     sequence_parallel: bool = False,
     split_logits: bool = False,
     handed_out: Collection[str] = (),
+    example_inputs: ExampleInputs | None = None,
 ) -> None:
     """Split a model in place by a tensor-parallel plan.
 
@@ -87,9 +89,10 @@ def apply_tensor_parallelism(
             mode, as DTensors. Other plans say this by their style of the head.
         handed_out: names of modules whose whole experts are, or will be, distributed over an
             experts' mesh. The plan's styles for experts are not applied to these modules.
+        example_inputs: as in `apply_tp_plan`.
 
     Raises:
-        TypeError: the plan is not of such a type.
+        TypeError: the plan or `example_inputs` is not of such a type.
         ValueError: the plan does not fit the model, or does not support sequence parallelism; or
             Llama's plan, which is a guess then, could not be compared with one process.
     """
@@ -113,7 +116,8 @@ def apply_tensor_parallelism(
 
     if handed_out:
         plan = {key: style for key, style in plan.items() if not is_skipped(key, style)}
-    (apply_guessed_plan if chosen is None else apply_tp_plan)(model, tp_mesh, plan)
+    apply = apply_guessed_plan if chosen is None else apply_tp_plan
+    apply(model, tp_mesh, plan, example_inputs=example_inputs)
 
 
 def _splits_tokens(style: ParallelStyle) -> bool:

@@ -30,8 +30,8 @@ from meshverse.parallel.styles.local_styles import (
     SharedKeyGradAllreduce,
 )
 
-from .calls import OUTPUT, Outputs
 from .hidden_weights import ReadWeightError, hide_parameters
+from .outputs import OUTPUT, TO_NUMBERS, Outputs
 from .regions import has_local_output
 
 _COLUMN_WISE = (ColwiseParallel, PackedColwiseParallel)
@@ -54,16 +54,10 @@ class _Split(Tensor):
     def __torch_function__(
         cls, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        if function in _TO_NUMBERS:
+        if function in TO_NUMBERS:
             raise ReadWeightError
         of_tensors: Any = super().__torch_function__
         return of_tensors(function, kinds, arguments, keywords)
-
-
-_TO_NUMBERS = {
-    *(Tensor.item, Tensor.tolist, Tensor.numpy),
-    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__array__),
-}
 
 
 @dataclass
@@ -95,9 +89,11 @@ class _Call:
 
     def take(self, rank: int, given: Tensor) -> Tensor:
         self.before[rank] = given
-        self.after[rank] = self.outputs[rank].detach().requires_grad_()
+        after = self.after[rank] = self.outputs[rank].detach().requires_grad_()
+        # The gradient of a view is a view of another one, to which torch would add in place.
+        after.register_hook(torch.clone)  # type: ignore[no-untyped-call]
         # A view: changed in place, it raises an error, as torch's local tensors do.
-        return self.after[rank].view_as(self.after[rank])
+        return after.view_as(after)
 
 
 class RowWiseCalls:

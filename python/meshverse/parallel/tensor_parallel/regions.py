@@ -60,14 +60,23 @@ def _are_features(layouts: tuple[Placement, ...]) -> bool:
     return any(isinstance(each, Shard) and each.dim not in (0, 1) for each in layouts)
 
 
-def regions(styles: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
-    """Yield the names of modules that contain split activations, each with a column-wise layer.
+def regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
+    """Yield the names of modules that contain split activations, each with what splits them.
 
     These are the modules around each column-wise layer, up to the first one that also has a
-    row-wise layer, or to the model.
+    row-wise layer, or to the model. Split parameters of a module itself may be used like those of
+    a column-wise layer, so what is around them up to a row-wise layer belongs to these modules.
     """
     rows = [name for name, style in styles.items() if _has_local_input(style)]
     seen = set()
+    for name, style in styles.items():
+        if isinstance(style, LocalParameters) and _splits_parameters(style, model, name):
+            around = [name, *_names_around(name)]
+            closed = [_is_closed(each, rows) for each in around]
+            for region in around[: closed.index(True) + 1] if any(closed) else ():
+                if region not in seen:
+                    seen.add(region)
+                    yield region, name
     for column in (name for name, style in styles.items() if has_local_output(style)):
         region, is_closed = column, False
         while region and not is_closed:
@@ -78,10 +87,20 @@ def regions(styles: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
                 yield region, column
 
 
-def closed_regions(styles: Mapping[str, ParallelStyle]) -> list[str]:
+def _names_around(name: str) -> Iterator[str]:
+    while name:
+        yield (name := parent_name(name))
+
+
+def _splits_parameters(style: LocalParameters, model: nn.Module, name: str) -> bool:
+    placements = style.placements_of(model.get_submodule(name)).values()
+    return any(isinstance(each, Shard) for each in placements)
+
+
+def closed_regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[str]:
     """Return the names of modules in which activations are split, and are whole again after."""
     rows = [name for name, style in styles.items() if _has_local_input(style)]
-    return [region for region, _ in regions(styles) if _is_closed(region, rows)]
+    return [region for region, _ in regions(model, styles) if _is_closed(region, rows)]
 
 
 def _is_closed(region: str, rows: list[str]) -> bool:
@@ -100,7 +119,7 @@ def check_regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None
             all features at once.
     """
     _refuse_sums_of_whole_gradients(model, styles)
-    for region, column in regions(styles):
+    for region, column in regions(model, styles):
         inside = model.get_submodule(region)
         if getattr(inside, "activation_sparsity", 0):
             raise ValueError(
@@ -126,7 +145,7 @@ def _refuse_sums_of_whole_gradients(model: nn.Module, styles: Mapping[str, Paral
     """Raise ValueError for a parameter whose gradients are summed where all ranks have the same."""
     if any(map(_may_split_more, styles.values())):
         return
-    split = {region for region, _ in regions(styles)}
+    split = {region for region, _ in regions(model, styles)}
     split |= {parent_name(name) for name, style in styles.items() if _has_local_input(style)}
     summed = [
         child_name(name, own)

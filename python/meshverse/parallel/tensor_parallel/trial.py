@@ -37,7 +37,7 @@ from meshverse.parallel.models.leaves import in_words, other_leaves
 from meshverse.parallel.models.modules import child_name
 from meshverse.parallel.styles.local_styles import PackedColwiseParallel, PackedRowwiseParallel
 
-from .calls import OUTPUT, Inputs, Key, Outputs, hidden_states, run_model
+from .calls import ExampleInputs, Inputs, hidden_states, run_model
 from .emulated_ranks import (
     EmulatedRanks,
     RanAgainError,
@@ -50,6 +50,7 @@ from .emulated_ranks import (
 )
 from .equal_modules import Attribute, SameForm, add_to_forms, attributes_in, note_reads
 from .hidden_weights import ReadWeightError
+from .outputs import OUTPUT, Key, Outputs
 from .random_copies import Other, RandomCopies
 from .regions import closed_regions, regions
 
@@ -96,6 +97,11 @@ _OF_READS = (
     "Other code would compute with a wrong number. Keep the number in an attribute of the module "
     "that reads it."
 )
+_OF_USES = (
+    "Compute what it needs inside the module's own forward, from what all ranks have; let the "
+    "layers give and take all features (output_layouts=Replicate(), input_layouts=Replicate()); "
+    "or remove the module's layers from the plan."
+)
 _OF_OTHERS = (
     "Each rank may get a part of its gradient, which nothing sums. Register it in the module "
     "(self.name = parameter), with an entry in the plan, or remove the module's layers from the "
@@ -136,6 +142,7 @@ def try_plan(
     styles: Mapping[str, ParallelStyle],
     counts: Mapping[int, Mapping[str, int]],
     size: int,
+    example: ExampleInputs | None,
 ) -> dict[str, str]:
     """Compare each module that contains split activations with itself, split over ranks.
 
@@ -147,19 +154,21 @@ def try_plan(
         styles: the plan, by the names of modules.
         counts: attributes that a rank has with other values, by the id of their module.
         size: number of ranks.
+        example: arguments of the model on which it is run first, or None.
 
     Returns:
         Why a module was not tried, or not as the model calls it; or that it is a split layer whose
         parameters other code reads. By name.
 
     Raises:
-        ValueError: a module gives other outputs or gradients with its parts; or other code reads
-            an attribute that a rank has with another value.
+        ValueError: a module gives other outputs or gradients with its parts; other code reads an
+            attribute that a rank has with another value, or computes with what a module has of a
+            rank's own features; or the model does not run on the example.
     """
     names = {id(each): name for name, each in model.named_parameters()}
     trials: dict[str, _Trial] = {}
     problems: dict[str, str] = {}
-    for region in closed_regions(styles):
+    for region in closed_regions(model, styles):
         module = model.get_submodule(region)
         inside = styles_inside(region, model, styles)
         if has_hooks_inside(module):
@@ -170,8 +179,10 @@ def try_plan(
             problems[region] = "layers in it have styles or layouts that a trial does not know"
     split = [name for name, style in styles.items() if isinstance(style, _DISTRIBUTING)]
     changed = {name: counts[id(m)] for name, m in model.named_modules() if id(m) in counts}
-    forwards = {region for region, _ in regions(styles)}
-    calls, known, read, outside = run_model(model, trials, split, changed, forwards)
+    forwards = {region for region, _ in regions(model, styles)}
+    calls, known, read, outside, used = run_model(
+        model, trials, split, changed, forwards, Inputs.given(example)
+    )
     if outside:
         seen = {child_name(*each): changed[each[0]][each[1]] for each in sorted(outside)}
         raise ValueError(
@@ -184,9 +195,8 @@ def try_plan(
     for region, trial in trials.items():
         own = calls.setdefault(region, {None: None})
         if region not in known:
-            problems.setdefault(
-                region, "no run of the model on token ids or hidden states calls it"
-            )
+            inputs = "token ids or hidden states" if example is None else "the example inputs"
+            problems.setdefault(region, f"no run of the model on {inputs} calls it")
         elif None in own:
             problems.setdefault(region, "it gets arguments that cannot be copied")
         for call in own:
@@ -195,10 +205,14 @@ def try_plan(
         for form in some:
             while chosen := form.to_run():
                 for region in chosen:
-                    inputs = calls[region][call]
-                    for each, reason in _try(trials[region], form, region, inputs):
+                    its = calls[region][call]
+                    for each, reason in _try(trials[region], form, region, its):
                         problems.setdefault(each, reason)
-    return {name: problems[name] for name in (*closed_regions(styles), *read) if name in problems}
+                    for each in form.equal_to(region):
+                        trials[region].check_uses(each, used.get(each, ()))
+    return {
+        name: problems[name] for name in (*closed_regions(model, styles), *read) if name in problems
+    }
 
 
 def _try(
@@ -233,6 +247,7 @@ class _Trial:
         self._counts = {
             own: counts[id(each)] for own, each in module.named_modules() if id(each) in counts
         }
+        self._of_ranks: set[Key] = set()  # what has another shape on ranks, besides the output
 
     def check(self, inputs: Inputs | None) -> None:
         """Check that ranks' parts give the outputs and gradients of the whole.
@@ -249,6 +264,24 @@ class _Trial:
                 f"{self._name!r} ({type(self.module).__name__}) computes something else with "
                 f"{self._size} ranks' parts of its features than with all of them (tried with "
                 f"random weights): {problem}"
+            )
+
+    def check_uses(self, name: str, used: Collection[Key]) -> None:
+        """Check that no other code computes with what is that of a rank's own features.
+
+        Args:
+            name: of a module that is equal to this one.
+            used: what it leaves besides its output, and other code of the model computes with.
+
+        Raises:
+            ValueError: there is such a tensor.
+        """
+        for key in self._of_ranks.intersection(used):
+            how = f"keeps in its attribute {key[0]!r}" if key[0] else "returns"
+            raise ValueError(
+                f"{name!r} ({type(self.module).__name__}) {how} a tensor besides its output that "
+                f"is that of a rank's own features with {self._size} ranks, and other code of the "
+                f"model computes with it. {_OF_USES}"
             )
 
     def read(self, inputs: Inputs | None) -> Collection[Attribute]:
@@ -313,6 +346,7 @@ class _Trial:
         if problem := _worst_output(calls.outputs, ranks.row_wise_outputs()):
             return f"{problem}. {_OF_OUTPUT}"
         others = self._same_on_ranks(outputs, expected)
+        self._of_ranks |= {key for key in expected if not _has_shape(outputs, expected, key)}
         for key in others:
             error = max(relative_error(each[key], expected[key], _SMALLEST) for each in outputs)
             if not error < _LARGEST_ERROR:
@@ -403,7 +437,7 @@ class _Trial:
             if key != OUTPUT
             and key[0] not in counts
             and not is_in_split_layer(key[0], self.styles)
-            and all(key in each and each[key].shape == wanted.shape for each in outputs)
+            and _has_shape(outputs, expected, key)
             and wanted.isfinite().all()
         ]
 
@@ -419,6 +453,11 @@ class _Trial:
             for name, each in module.named_buffers()
             if each.layout is torch.strided and not is_in_split_layer(name, self.styles)
         }
+
+
+def _has_shape(outputs: list[Outputs], expected: Outputs, key: Key) -> bool:
+    """Return whether a value has the expected shape on all ranks."""
+    return all(key in each and each[key].shape == expected[key].shape for each in outputs)
 
 
 def _are_equal(seen: Tensor | None, expected: Tensor | None) -> bool:
