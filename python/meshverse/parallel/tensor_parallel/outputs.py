@@ -1,4 +1,4 @@
-"""What a module leaves: its output, and other tensors that the model may compute with.
+"""Outputs of a module, and other tensors that it leaves, which the model may compute with.
 
 Between split layers, a rank has its own features or heads only. If a forward returns such tensors
 besides its output, as attentions return their weights, or leaves them in attributes, a rank may
