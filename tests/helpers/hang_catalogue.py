@@ -82,7 +82,7 @@ _SCATTER = reduces("world", "reduce_scatter", shape=(66,), line=6)
 _LOG = reduces("world", shape=(1,), line=8)
 _STEP = [_GATHER, _SCATTER, _LOG]
 _TP_STEP = [reduces("tp", line=5), reduces("tp", line=6), reduces("world", "barrier", line=8)]
-_EITHER = "Either a rank skipped an earlier call, or its arguments are wrong."
+_EITHER = "Either a rank skipped or added an earlier call, or its arguments are wrong."
 _NO_SKIP = ("skipped all_", "skipped barrier", "skipped reduce_", "skipped broad", "earlier rep")
 _DEAD = _missing("Verdict: there is no dump of rank 3")
 
@@ -197,7 +197,7 @@ CATALOGUE = [
             (
                 _EITHER,
                 "Before, rank 0 called all_reduce number 6 at me/train.py:8 in train; rank 3 ",
-                "Number of recorded calls by line: me/train.py:5 in train (rank 0: 3, rank 3: 2); ",
+                "Number of recorded calls up to there by line: me/train.py:5 in train (rank 0: 3, rank 3: 2); ",
                 "me/train.py:9 in train (rank 0: 0, rank 3: 1).",
             ),
             _NO_SKIP,

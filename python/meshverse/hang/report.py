@@ -27,6 +27,7 @@ Coordinates = Callable[[int], Mapping[str, int]]
 """Function of a global rank that returns its coordinates by axis name; {} if unknown."""
 
 _SHOWN_STEPS = 4  # of the way to a cause
+_SHOWN_LINES = 4  # from which ranks have not called equally often
 _SHOWN = 8  # lines of ranks that are missing or waiting, for one group
 _DTYPES = {
     "Float": "float32",
@@ -471,7 +472,7 @@ class ReportFormatter(NamedTuple):
         differ = f"the ranks make different calls{number}: {', and '.join(lines)}."
         if one.skip is not None:
             return f"{self._skipped(one.skip)} So {differ}"
-        either = "Either a rank skipped an earlier call, or its arguments are wrong."
+        either = "Either a rank skipped or added an earlier call, or its arguments are wrong."
         return f"{differ} {either}{self._before(one)}"
 
     def _skipped(self, skip: Skip) -> str:
@@ -494,7 +495,11 @@ class ReportFormatter(NamedTuple):
 
     @staticmethod
     def _before(one: Stuck) -> str:
-        """Return what ranks of each kind called before a mismatch, and how often its lines."""
+        """Return what ranks of each kind called before a mismatch, and how often lines called.
+
+        These are the lines of the mismatch, and others from which ranks have not called equally
+        often: one of these may have skipped a call there, or added one.
+        """
         kinds = next(iter(one.differing.values()))
         shown = [ranks[0] for ranks in kinds.values() if ranks[0] in one.histories][:_SHOWN_STEPS]
         before = {
@@ -505,7 +510,13 @@ class ReportFormatter(NamedTuple):
         }
         there = (call for rank in shown for call in one.histories[rank])
         lines = dict.fromkeys(c.line for c in there if c.number == one.call.number and c.line)
-        counts = {rank: Counter(call.line for call in one.histories[rank]) for rank in shown}
+        counts = {
+            rank: Counter(c.line for c in one.histories[rank] if c.number <= one.call.number)
+            for rank in shown
+        }
+        of_all = dict.fromkeys(line for each in counts.values() for line in each if line)
+        differing = [line for line in of_all if len({each[line] for each in counts.values()}) > 1]
+        lines |= dict.fromkeys(differing[:_SHOWN_LINES])
         said = "; ".join(f"rank {r} called {_called(c)}{_at(c.line)}" for r, c in before.items())
         often = "; ".join(
             f"{short_line(line)} "
@@ -513,7 +524,7 @@ class ReportFormatter(NamedTuple):
             for line in lines
         )
         return (f" Before, {said}." if said else "") + (
-            f" Number of recorded calls by line: {often}." if often else ""
+            f" Number of recorded calls up to there by line: {often}." if often else ""
         )
 
     def _who_is_missing(self, one: Stuck) -> str:
