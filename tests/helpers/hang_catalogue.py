@@ -197,7 +197,7 @@ CATALOGUE = [
             (
                 _EITHER,
                 "Before, rank 0 called all_reduce number 6 at me/train.py:8 in train; rank 3 ",
-                "Number of recorded calls up to there by line: me/train.py:5 in train (rank 0: 3, rank 3: 2); ",
+                "by line: me/train.py:5 in train (rank 0: 3, rank 3: 2); ",
                 "me/train.py:9 in train (rank 0: 0, rank 3: 1).",
             ),
             _NO_SKIP,
