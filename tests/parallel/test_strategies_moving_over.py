@@ -112,7 +112,7 @@ def test_megatron_fsdp_says_it_anew_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert not model.last.weight.requires_grad
 
 
-def _split_nothing(*_: Any) -> None:
+def _split_nothing(*_: Any, **__: Any) -> None:
     """For a model without a plan."""
 
 

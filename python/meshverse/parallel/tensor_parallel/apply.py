@@ -402,9 +402,11 @@ def _report(
     if shown and is_guess:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan, and Llama's cannot be compared "
-            f"with one process for all its modules, by reason: {shown}. If you know that it is "
-            "right, give it as yours: tp_shard_plan='meshverse.parallel.llama_tp_plan'; or "
-            "register a plan with register_tp_plan()."
+            f"with one process for all its modules, by reason: {shown}. If the model takes other "
+            "inputs than token ids or hidden states alone, pass example_inputs=. If you know that "
+            "the plan is right, give it as yours: "
+            "tp_shard_plan='meshverse.parallel.llama_tp_plan'; or register a plan with "
+            "register_tp_plan()."
         )
     if shown:
         inside = {
