@@ -757,6 +757,16 @@ class AttentionBesideLayers(nn.Module):
         return hidden + self.down(self.up(self.between(hidden)).sigmoid())
 
 
+class FlattensTokens(MLP):
+    """Adds to a view of the hidden states, twice."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        for _ in range(2):
+            tokens = tokens + self.down(self.up(tokens).sigmoid())
+        return tokens.unflatten(0, hidden.shape[:2])
+
+
 class Depthwise(MLP):
     def build(self) -> None:
         self.conv = nn.Conv1d(INNER, INNER, 3, padding=1, groups=INNER)
@@ -830,6 +840,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
         AttentionBesideLayers,
         _IN_ATTN | UP_DOWN | {"before": Replicated(), "between": Replicated()},
     ),
+    "tokens in one dim": (FlattensTokens, UP_DOWN),
     "depthwise": (
         Depthwise,
         UP_DOWN | {"conv": LocalParameters(dict.fromkeys(("weight", "bias", "groups"), Shard(0)))},

@@ -29,7 +29,7 @@ from meshverse.parallel.models.modules import parent_name
 
 from .equal_modules import PLAIN, Attribute, note_reads_outside
 from .hidden_weights import ReadWeightError, hide_parameters_outside
-from .outputs import Key, Outputs, UsesOfOtherOutputs, outputs_of
+from .outputs import Key, Outputs, UsesOfOtherOutputs, outputs_of, with_own_gradient
 from .random_copies import LARGE, RandomCopies
 
 _logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Inputs:
             own = _copy_of(tensor)
             if not own.requires_grad:
                 return own
-            leaves.append(own)
+            leaves.append(with_own_gradient(own))
             return own.clone()  # which may be changed in place
 
         arguments = _copied(self.arguments, fresh)

@@ -31,7 +31,7 @@ from meshverse.parallel.styles.local_styles import (
 )
 
 from .hidden_weights import ReadWeightError, hide_parameters
-from .outputs import OUTPUT, TO_NUMBERS, Outputs
+from .outputs import OUTPUT, TO_NUMBERS, Outputs, with_own_gradient
 from .regions import has_local_output
 
 _COLUMN_WISE = (ColwiseParallel, PackedColwiseParallel)
@@ -89,9 +89,7 @@ class _Call:
 
     def take(self, rank: int, given: Tensor) -> Tensor:
         self.before[rank] = given
-        after = self.after[rank] = self.outputs[rank].detach().requires_grad_()
-        # The gradient of a view is a view of another one, to which torch would add in place.
-        after.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+        after = self.after[rank] = with_own_gradient(self.outputs[rank].detach().requires_grad_())
         # A view: changed in place, it raises an error, as torch's local tensors do.
         return after.view_as(after)
 
@@ -317,6 +315,8 @@ class EmulatedRanks:
             if isinstance(placement, Shard):
                 values = values.chunk(self._size, placement.dim)[rank]
             own[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            if parameter.requires_grad:
+                with_own_gradient(own[name])
             memo[id(parameter)] = own[name]
         module = copy.deepcopy(self._whole, memo)
         self._parameters.append(own)

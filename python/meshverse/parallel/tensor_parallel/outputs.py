@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +40,16 @@ def outputs_of(module: nn.Module, returned: Any) -> Outputs:
     for name, kept in kept_by(module).items():
         outputs |= {(name, len(kept), n): each for n, each in enumerate(kept)}
     return outputs
+
+
+def with_own_gradient(leaf: Tensor) -> Tensor:
+    """Return a tensor whose gradient shares no memory with others from now on.
+
+    The gradient of a view is a view of another gradient. Where backward is called several times,
+    torch would add to both of them in place.
+    """
+    leaf.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+    return leaf
 
 
 class UsesOfOtherOutputs(TorchFunctionMode):
