@@ -25,13 +25,22 @@ from tp_models import BOUND, FEATURES, HEADS, WIDTH, mesh_of_two, run
 from helpers.crew import Crew
 from helpers.worlds import fake_world
 from meshverse.parallel import (
+    FSDP2Config,
+    FSDP2Manager,
     LocalParameters,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    ParallelismSizes,
     Replicated,
     ReplicatedWithGradAllreduce,
     apply_tp_plan,
+    create_device_meshes,
+    fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
+    megatron_fsdp_strategy_parallelize,
+    register_tp_plan,
 )
-from meshverse.parallel.tensor_parallel import apply
+from meshverse.parallel.tensor_parallel import apply, choice
 
 INNER = 16
 
@@ -1220,6 +1229,42 @@ def test_a_wrong_module_is_found_on_example_inputs() -> None:
             _DECODER,
             example_inputs=_EXAMPLE,
         )
+
+
+def _by_fsdp2(model: nn.Module) -> None:
+    mesh, _ = create_device_meshes(FSDP2Config(), ParallelismSizes(tp_size=2))
+    fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=_DECODER, example_inputs=_EXAMPLE)
+
+
+def _by_fsdp2_manager(model: nn.Module) -> None:
+    config = FSDP2Config(tp_plan=_DECODER)
+    mesh, _ = create_device_meshes(config, ParallelismSizes(tp_size=2))
+    FSDP2Manager(config, mesh).parallelize(model, example_inputs=_EXAMPLE)
+
+
+def _by_megatron_fsdp(model: nn.Module) -> None:
+    mesh, _ = create_device_meshes(MegatronFSDPConfig(), ParallelismSizes(tp_size=2))
+    megatron_fsdp_strategy_parallelize(model, mesh, tp_shard_plan=_DECODER, example_inputs=_EXAMPLE)
+
+
+def _by_megatron_fsdp_manager(model: nn.Module) -> None:
+    register_tp_plan(Decoder, lambda model, _: _DECODER)
+    mesh, _ = create_device_meshes(MegatronFSDPConfig(), ParallelismSizes(tp_size=2))
+    manager = MegatronFSDPManager(MegatronFSDPConfig(), mesh)
+    manager.parallelize(model, example_inputs=_EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    "split", [_by_fsdp2, _by_fsdp2_manager, _by_megatron_fsdp, _by_megatron_fsdp_manager]
+)
+def test_strategies_take_example_inputs(
+    split: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_registered", {})
+    model = make(partial(Decoder, by_head=False))
+    with fake_world(2), pytest.raises(ValueError, match=f"'layers.0' .CrossAttention. {_TRIED}"):
+        split(model)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
 
 
 def _decoder_errors() -> float:
