@@ -808,6 +808,12 @@ class WithWeights(Attention):
         return self.out(mixed.transpose(1, 2).flatten(-2)), {"weights": weights}
 
 
+def mean_of_copy(weights: Tensor) -> Tensor:
+    copies = torch.zeros(1, *weights.shape, dtype=weights.dtype)
+    copies[0] = weights.detach()
+    return copies.mean()
+
+
 class UsesWeights(nn.Module):
     """A model that uses the attention's weights, or not."""
 
@@ -832,6 +838,7 @@ _IN_LAYERS: Plan = {f"layers.*.{name}": style for name, style in QKV.items()}
 _USES: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
     "returns": lambda returned, kept: returned.square().mean(),
     "returns a number": lambda returned, kept: returned.detach().max().item(),
+    "returns and is copied": lambda returned, kept: mean_of_copy(returned),
     "keeps in its attribute 'kept'": lambda returned, kept: 1 + kept[0].detach().mean(0).amax(),
 }
 _IN_ATTN: Plan = {f"attn.{name}": style for name, style in QKV.items()}

@@ -27,6 +27,15 @@ TO_NUMBERS = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy),
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__array__),
 }
+# Uses that return no tensor.
+_USES = {
+    *TO_NUMBERS,
+    Tensor.__setitem__,
+    torch.equal,
+    torch.allclose,
+    Tensor.equal,
+    Tensor.allclose,
+}
 _COPIES = {
     *(Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.requires_grad_),
     *(Tensor.to, Tensor.type, Tensor.cpu, Tensor.float, Tensor.double, Tensor.bfloat16),
@@ -99,9 +108,7 @@ class UsesOfOtherOutputs(TorchFunctionMode):
                 continue
             if function in _COPIES and isinstance(result, Tensor):
                 self._left[id(result)] = result, name, key
-            elif function in TO_NUMBERS or any(
-                isinstance(own, Tensor) for own in leaves_in(result)
-            ):
+            elif function in _USES or any(isinstance(own, Tensor) for own in leaves_in(result)):
                 self.used[name].add(key)
 
 
