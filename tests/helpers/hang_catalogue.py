@@ -78,6 +78,7 @@ def _partner(*parts: str) -> Verdict:
 _LATE = _missing(_ONE_CAUSE)
 # A step of training in one group, and one in two groups: calls with the lines that make them.
 _GATHER = reduces("world", "all_gather", shape=(33,), line=5)
+_OTHER_GATHER = reduces("world", "all_gather", shape=(33,), line=9)
 _SCATTER = reduces("world", "reduce_scatter", shape=(66,), line=6)
 _LOG = reduces("world", shape=(1,), line=8)
 _STEP = [_GATHER, _SCATTER, _LOG]
@@ -223,6 +224,15 @@ CATALOGUE = [
         "x=2",
         Job([_STEP * 4, [*_STEP * 2, reduces("world", "broadcast", line=9), *_STEP * 2]]),
         Verdict("mismatch", (_EITHER,), _NO_SKIP),
+        gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
+    ),
+    CataloguedHang(
+        "a rank makes an extra call that is like the next one",
+        "x=4",
+        Job(
+            [[_GATHER, *_STEP] * 3] * 3 + [[_GATHER, *_STEP, _OTHER_GATHER, *[_GATHER, *_STEP] * 2]]
+        ),
+        Verdict("mismatch", (_EITHER, "me/train.py:9 in train (rank 0: 0, rank 3: 1)"), _NO_SKIP),
         gloo=Verdict("mismatch", (_EITHER,), _NO_SKIP),
     ),
     CataloguedHang(
