@@ -11,7 +11,7 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 # A tensor-parallel plan, its import path, or a function that returns it.
 TPPlan = str | dict[str, ParallelStyle] | Callable[..., dict[str, ParallelStyle]]
+# Arguments of a model's forward: positional ones, or by name.
+ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 CheckpointingMode = Literal[True, False, "full", "selective"]
 CheckpointingScope = str | Collection[str] | None
 
@@ -84,6 +86,11 @@ def check_plan(name: str, plan: Any) -> None:
     """Raise TypeError unless a value is a tensor-parallel plan, its path, a function, or None."""
     if not callable(plan):
         check_type(name, plan, str, dict, None, cure="Or give a function that returns a dict.")
+
+
+def check_example_inputs(example: Any) -> None:
+    """Raise TypeError unless `example_inputs` are `ExampleInputs` or None."""
+    check_type("example_inputs", example, tuple, Mapping, None)
 
 
 def check_trainability(function: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -33,8 +33,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import (
+    ExampleInputs,
     FSDP2Config,
     TPPlan,
+    check_example_inputs,
     check_plan,
     check_trainability,
     check_type,
@@ -64,7 +66,6 @@ from meshverse.parallel.models.parameters import (
     why_not_replaced,
     why_weight_is_not_split,
 )
-from meshverse.parallel.tensor_parallel.calls import ExampleInputs
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
 from .added_parameters import check_no_parameters_are_added
@@ -141,7 +142,7 @@ def fsdp2_strategy_parallelize(
     check_type("cpu_offload", cpu_offload, bool)
     check_plan("tp_shard_plan", tp_shard_plan)
     check_trainability(reapply_trainability)
-    check_type("example_inputs", example_inputs, tuple, Mapping, None)
+    check_example_inputs(example_inputs)
     precision = mp_policy
     if precision is None:
         precision = MixedPrecisionPolicy(param_dtype, torch.float32, torch.float32)
@@ -299,7 +300,7 @@ class FSDP2Manager:
         `reapply_trainability` are applied, and the model keeps its precision.
         """
         check_trainability(reapply_trainability)
-        check_type("example_inputs", example_inputs, tuple, Mapping, None)
+        check_example_inputs(example_inputs)
         if self.config.enable_compile:  # in `maybe_compile`
             _check_has_layers_to_compile(model)
         patch = self.config.patch_is_packed_sequence and not self.packed_sequences

@@ -17,7 +17,7 @@ import contextlib
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from meshverse import DeviceMesh
 from meshverse.parallel.config import (
+    ExampleInputs,
     MegatronFSDPConfig,
     TPPlan,
+    check_example_inputs,
     check_plan,
     check_trainability,
     check_type,
@@ -43,7 +45,6 @@ from meshverse.parallel.meshes.submesh import (
 )
 from meshverse.parallel.models.checkpointing import checkpointed_layers, prepare
 from meshverse.parallel.models.modules import import_class_from_path
-from meshverse.parallel.tensor_parallel.calls import ExampleInputs
 from meshverse.parallel.tensor_parallel.choice import apply_tensor_parallelism
 
 
@@ -95,7 +96,7 @@ def megatron_fsdp_strategy_parallelize(
     check_type("optimizer", optimizer, torch.optim.Optimizer, None)
     check_plan("tp_shard_plan", tp_shard_plan)
     check_trainability(reapply_trainability)
-    check_type("example_inputs", example_inputs, tuple, Mapping, None)
+    check_example_inputs(example_inputs)
     names = {id(each): name for name, each in model.named_parameters(remove_duplicate=False)}
     groups = [] if optimizer is None else optimizer.param_groups
     foreign = [each.shape for group in groups for each in group["params"] if id(each) not in names]
@@ -190,7 +191,7 @@ class MegatronFSDPManager:
         On one rank, only activation checkpointing and `reapply_trainability` are applied.
         """
         check_trainability(reapply_trainability)
-        check_type("example_inputs", example_inputs, tuple, Mapping, None)
+        check_example_inputs(example_inputs)
         if self.device_mesh is None or self.device_mesh.size() == 1:
             mode = self.config.activation_checkpointing
             prepare(model, mode, "all", reapply_trainability)

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshverse.parallel.config import check_type
+from meshverse.parallel.config import ExampleInputs, check_example_inputs
 from meshverse.parallel.experts.stacked import StackedStyle, refuse_adapters
 from meshverse.parallel.losses.split_logits import SplitLogits, accept_split_logits
 from meshverse.parallel.models.modules import (
@@ -56,7 +56,6 @@ from meshverse.parallel.styles.local_styles import (
     SharedKeyGradAllreduce,
 )
 
-from .calls import ExampleInputs
 from .equal_modules import style_key, style_text
 from .hf_plan import declared_styles
 from .regions import check_regions, has_local_output, regions, splits_activations
@@ -138,7 +137,6 @@ def apply_tp_plan(
             different plans, models or shapes of inputs.
     """
     given: Mapping[str, Any] = plan
-    check_type("example_inputs", example_inputs, tuple, Mapping, None)
     _check_same_on_ranks(model, plan, tp_mesh, example_inputs)
     wrong = {key: each for key, each in given.items() if not isinstance(each, ParallelStyle)}
     if wrong:
@@ -162,7 +160,6 @@ def apply_guessed_plan(
     Raises:
         ValueError: as there, or a module with split activations was not compared with itself.
     """
-    check_type("example_inputs", example_inputs, tuple, Mapping, None)
     _check_same_on_ranks(model, plan, tp_mesh, example_inputs)
     styles = _styles_by_module(model, plan, strict=True)
     _apply(model, tp_mesh, styles, example_inputs, is_guess=True)
@@ -257,6 +254,7 @@ def _check_same_on_ranks(
         f"{name} of shape {tuple(each.shape)}, {each.dtype}"
         for name, each in model.named_parameters()
     ]
+    check_example_inputs(example)
     lines += [
         f"example input {number} of shape {tuple(each.shape)}, {each.dtype}"
         for number, each in enumerate(leaves_in(example))
@@ -513,7 +511,7 @@ def _local_heads(
     model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
     """Yield (module, attribute, new value) for each attribute that depends on a rank's heads."""
-    split = {region for region, _ in regions(model, styles)}
+    split = {*regions(model, styles)}
     named = {name for name, style in styles.items() if isinstance(style, LocalParameters)}
     for region in sorted(split | named):
         module, own = model.get_submodule(region), styles.get(region)

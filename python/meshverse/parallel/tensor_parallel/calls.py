@@ -18,26 +18,24 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from meshverse.parallel.config import ExampleInputs
 from meshverse.parallel.experts.stacked import describe
 from meshverse.parallel.models.modules import parent_name
 
+from .emulated_ranks import with_own_gradient
 from .equal_modules import PLAIN, Attribute, note_reads_outside
 from .hidden_weights import ReadWeightError, hide_parameters_outside
-from .outputs import Key, Outputs, UsesOfOtherOutputs, outputs_of, with_own_gradient
+from .outputs import Key, Outputs, UsesOfOtherOutputs, outputs_of
 from .random_copies import LARGE, RandomCopies
 
 _logger = logging.getLogger(__name__)
 _SEQUENCES, _TOKENS = 2, 6
-
-
-# Arguments of a model's forward: positional ones, or by name.
-ExampleInputs: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,28 +56,10 @@ class Inputs:
         names = {name: _copied(each, _copy_of) for name, each in keywords.items()}
         return cls(_copied(arguments, _copy_of), names)
 
-    @classmethod
-    def given(cls, example: ExampleInputs | None) -> Inputs | None:
-        """Return the arguments that a user gives, or None."""
-        if example is None:
-            return None
-        return cls((*example,), {}) if isinstance(example, tuple) else cls((), {**example})
-
     @property
     def key(self) -> Hashable:
         """Key that is equal for calls which compute the same with equal modules."""
         return _key(self.arguments), _key(self.keywords)
-
-    def like_those_of(self, copies: RandomCopies) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copy the arguments for a model's copy: on its device, and in float32."""
-
-        def converted(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return copy.deepcopy(leaf)
-            dtype = torch.float32 if leaf.is_floating_point() else leaf.dtype
-            return _copy_of(leaf.to(copies.device, dtype))
-
-        return tree_map(converted, (self.arguments, self.keywords))  # type: ignore[no-any-return]
 
     def run(self, module: nn.Module) -> tuple[Outputs, list[Tensor]]:
         """Return a module's output, and the inputs that require gradients.
@@ -158,7 +138,7 @@ def run_model(
     split: Collection[str],
     attributes: Mapping[str, Collection[str]],
     forwards: Collection[str],
-    example: Inputs | None,
+    example: ExampleInputs | None,
 ) -> RunOfModel:
     """Run a copy of a model, to see how it calls modules and reads parameters and attributes.
 
@@ -223,7 +203,7 @@ def run_model(
         return None
 
     if example is not None:
-        arguments, keywords = example.like_those_of(copies)
+        arguments, keywords = _for_copy(example, copies)
         if error := run(*arguments, **keywords):
             raise ValueError(
                 f"{type(model).__name__}, in a copy with random weights in float32, raises "
@@ -245,6 +225,22 @@ def run_model(
                 for name, own in now.items():
                     found[name] = {**own, **found.get(name, {})}
     return RunOfModel({**partly, **found}, {*found}, read, outside, used)
+
+
+def _for_copy(
+    example: ExampleInputs, copies: RandomCopies
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy arguments of a model for its copy: on that device, and in float32."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        dtype = torch.float32 if leaf.is_floating_point() else leaf.dtype
+        return _copy_of(leaf.to(copies.device, dtype))
+
+    if isinstance(example, tuple):
+        return tree_map(copied, example), {}
+    return (), tree_map(copied, {**example})
 
 
 def _is_inside(name: str, names: Collection[str]) -> bool:

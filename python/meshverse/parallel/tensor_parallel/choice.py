@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from meshverse.parallel.config import TPPlan
+from meshverse.parallel.config import ExampleInputs, TPPlan
 from meshverse.parallel.experts.expert_parallel import expert_modules
 from meshverse.parallel.experts.stacked import StackedStyle
 from meshverse.parallel.losses.split_logits import SplitLogits
@@ -36,7 +36,6 @@ from meshverse.parallel.models.modules import (
 from meshverse.parallel.styles.local_styles import GatherTokens, SplitTokens
 
 from .apply import apply_guessed_plan, apply_tp_plan
-from .calls import ExampleInputs
 from .gaps import fill_gaps
 from .hf_plan import get_hf_tp_shard_plan, has_hf_plan
 

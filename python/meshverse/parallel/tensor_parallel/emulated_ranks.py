@@ -31,7 +31,7 @@ from meshverse.parallel.styles.local_styles import (
 )
 
 from .hidden_weights import ReadWeightError, hide_parameters
-from .outputs import OUTPUT, TO_NUMBERS, Outputs, with_own_gradient
+from .outputs import OUTPUT, TO_NUMBERS, Outputs
 from .regions import has_local_output
 
 _COLUMN_WISE = (ColwiseParallel, PackedColwiseParallel)
@@ -449,6 +449,16 @@ def _called(layer: nn.Module, name: str, given: Tensor, *, is_row_wise: bool) ->
     except ReadWeightError as error:
         raise ReadWeightError(f"{name!r} reads a number of its weight or input.") from error
     return output.as_subclass(Tensor)
+
+
+def with_own_gradient(leaf: Tensor) -> Tensor:
+    """Return a tensor whose gradient shares no memory with others from now on.
+
+    The gradient of a view is a view of another gradient. Where backward is called several times,
+    torch would add to both of them in place.
+    """
+    leaf.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+    return leaf
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -51,16 +51,6 @@ def outputs_of(module: nn.Module, returned: Any) -> Outputs:
     return outputs
 
 
-def with_own_gradient(leaf: Tensor) -> Tensor:
-    """Return a tensor whose gradient shares no memory with others from now on.
-
-    The gradient of a view is a view of another gradient. Where backward is called several times,
-    torch would add to both of them in place.
-    """
-    leaf.register_hook(torch.clone)  # type: ignore[no-untyped-call]
-    return leaf
-
-
 class UsesOfOtherOutputs(TorchFunctionMode):
     """Mode that notes which tensors, left by modules, functions of torch get elsewhere.
 

@@ -8,7 +8,7 @@ not show which is the case, so `check_regions` refuses a parameter that the plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
@@ -60,36 +60,34 @@ def _are_features(layouts: tuple[Placement, ...]) -> bool:
     return any(isinstance(each, Shard) and each.dim not in (0, 1) for each in layouts)
 
 
-def regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
-    """Yield the names of modules that contain split activations, each with what splits them.
+def regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
+    """Return the names of modules that contain split activations, each with what splits them.
 
     These are the modules around each column-wise layer, up to the first one that also has a
-    row-wise layer, or to the model. Split parameters of a module itself may be used like those of
-    a column-wise layer, so what is around them up to a row-wise layer belongs to these modules.
+    row-wise layer, or to the model. A module's own split parameters may be used like those of a
+    column-wise layer: if there is such a row-wise layer, what is around them counts, too.
     """
     rows = [name for name, style in styles.items() if _has_local_input(style)]
-    seen = set()
+    found: dict[str, str] = {}
     for name, style in styles.items():
-        if isinstance(style, LocalParameters) and _splits_parameters(style, model, name):
-            around = [name, *_names_around(name)]
-            closed = [_is_closed(each, rows) for each in around]
-            for region in around[: closed.index(True) + 1] if any(closed) else ():
-                if region not in seen:
-                    seen.add(region)
-                    yield region, name
-    for column in (name for name, style in styles.items() if has_local_output(style)):
-        region, is_closed = column, False
-        while region and not is_closed:
-            region = parent_name(region)
-            is_closed = _is_closed(region, rows)
-            if region not in seen:
-                seen.add(region)
-                yield region, column
+        around: list[str] = []
+        if has_local_output(style) and name:
+            around = _up_to_row_wise(parent_name(name), rows)
+        elif isinstance(style, LocalParameters) and _splits_parameters(style, model, name):
+            around = _up_to_row_wise(name, rows)
+            if not _is_closed(around[-1], rows):
+                continue
+        for region in around:
+            found.setdefault(region, name)
+    return found
 
 
-def _names_around(name: str) -> Iterator[str]:
-    while name:
-        yield (name := parent_name(name))
+def _up_to_row_wise(name: str, rows: list[str]) -> list[str]:
+    """Return a module and those around it, up to the first one with a row-wise layer."""
+    around = [name]
+    while around[-1] and not _is_closed(around[-1], rows):
+        around.append(parent_name(around[-1]))
+    return around
 
 
 def _splits_parameters(style: LocalParameters, model: nn.Module, name: str) -> bool:
@@ -100,7 +98,7 @@ def _splits_parameters(style: LocalParameters, model: nn.Module, name: str) -> b
 def closed_regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[str]:
     """Return the names of modules in which activations are split, and are whole again after."""
     rows = [name for name, style in styles.items() if _has_local_input(style)]
-    return [region for region, _ in regions(model, styles) if _is_closed(region, rows)]
+    return [region for region in regions(model, styles) if _is_closed(region, rows)]
 
 
 def _is_closed(region: str, rows: list[str]) -> bool:
@@ -119,7 +117,7 @@ def check_regions(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None
             all features at once.
     """
     _refuse_sums_of_whole_gradients(model, styles)
-    for region, column in regions(model, styles):
+    for region, column in regions(model, styles).items():
         inside = model.get_submodule(region)
         if getattr(inside, "activation_sparsity", 0):
             raise ValueError(
@@ -145,7 +143,7 @@ def _refuse_sums_of_whole_gradients(model: nn.Module, styles: Mapping[str, Paral
     """Raise ValueError for a parameter whose gradients are summed where all ranks have the same."""
     if any(map(_may_split_more, styles.values())):
         return
-    split = {region for region, _ in regions(model, styles)}
+    split = {*regions(model, styles)}
     split |= {parent_name(name) for name, style in styles.items() if _has_local_input(style)}
     summed = [
         child_name(name, own)

@@ -33,11 +33,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshverse._torch_compat.module_hooks import has_forward_hooks
+from meshverse.parallel.config import ExampleInputs
 from meshverse.parallel.models.leaves import in_words, other_leaves
 from meshverse.parallel.models.modules import child_name
 from meshverse.parallel.styles.local_styles import PackedColwiseParallel, PackedRowwiseParallel
 
-from .calls import ExampleInputs, Inputs, hidden_states, run_model
+from .calls import Inputs, hidden_states, run_model
 from .emulated_ranks import (
     EmulatedRanks,
     RanAgainError,
@@ -179,10 +180,8 @@ def try_plan(
             problems[region] = "layers in it have styles or layouts that a trial does not know"
     split = [name for name, style in styles.items() if isinstance(style, _DISTRIBUTING)]
     changed = {name: counts[id(m)] for name, m in model.named_modules() if id(m) in counts}
-    forwards = {region for region, _ in regions(model, styles)}
-    calls, known, read, outside, used = run_model(
-        model, trials, split, changed, forwards, Inputs.given(example)
-    )
+    forwards = {*regions(model, styles)}
+    calls, known, read, outside, used = run_model(model, trials, split, changed, forwards, example)
     if outside:
         seen = {child_name(*each): changed[each[0]][each[1]] for each in sorted(outside)}
         raise ValueError(
@@ -279,9 +278,9 @@ class _Trial:
         for key in self._of_ranks.intersection(used):
             how = f"keeps in its attribute {key[0]!r}" if key[0] else "returns"
             raise ValueError(
-                f"{name!r} ({type(self.module).__name__}) {how} a tensor besides its output that "
-                f"is that of a rank's own features with {self._size} ranks, and other code of the "
-                f"model computes with it. {_OF_USES}"
+                f"{name!r} ({type(self.module).__name__}) {how} a tensor besides its output, of "
+                f"which each of {self._size} ranks has its own features or heads only, and other "
+                f"code of the model computes with it. {_OF_USES}"
             )
 
     def read(self, inputs: Inputs | None) -> Collection[Attribute]:
